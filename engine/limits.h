@@ -1,0 +1,19 @@
+#pragma once
+#include <cstdint>
+
+namespace weir {
+
+// Every bound of the engine. Checked by Scheduler's constructor: see the relations beside the fields.
+struct Limits {
+  int32_t slots = 0;           // sequences that hold state at one time; >= 1
+  int32_t pages = 0;           // KV pages; 0 for a model without growing attention
+  int32_t page_tokens = 64;    // positions of a page; > 0
+  int32_t step_tokens = 0;     // tokens of one step, all rows together; >= slots
+  int32_t chunk_tokens = 0;    // prompt tokens of one row in one step; 1 .. step_tokens
+  int32_t queued = 0;          // requests waiting for a slot; >= 0
+  int32_t prompt_tokens = 0;   // longest prompt; >= 1
+  int32_t new_tokens = 0;      // longest answer; >= 1
+  int32_t vocab = 0;           // ids 0 .. vocab - 1; >= 1
+};
+
+}  // namespace weir

@@ -1,0 +1,71 @@
+#pragma once
+#include <cstdint>
+
+#include "engine/model.h"
+#include "engine/state_pool.h"
+#include "kernels/op.h"
+
+namespace weir {
+
+// The sizes of one step.
+struct StepShape {
+  int32_t rows = 0, tokens = 0, outputs = 0;
+  bool operator==(const StepShape&) const = default;
+};
+
+// The small arrays of a step, on the device; sized for the largest step.
+struct StepArrays {
+  const Token* ids = nullptr;               // [tokens]
+  const int32_t* slot = nullptr;            // [rows]
+  const int32_t* first = nullptr;           // [rows]
+  const int32_t* begin = nullptr;           // [rows + 1]
+  const int32_t* page_table = nullptr;      // [rows, pages_per_row]
+  int32_t pages_per_row = 0;
+  const int32_t* output_token = nullptr;    // [outputs]
+  Sample sample;                            // its pointers; count, vocab and logits are lower()'s
+};
+
+// Scratch memory for activations, handed out from the bottom and taken back as a stack. Built
+// without memory it only measures: run lower() on the largest shape, then read peak().
+class Workspace {
+ public:
+  Workspace() = default;
+  explicit Workspace(float* data) : data_(data) {}
+
+  Acts take(int64_t tokens, int64_t dim);  // stride = dim rounded up to 16 floats
+  int64_t mark() const { return used_; }
+  void release(int64_t mark) { used_ = mark; }
+  int64_t peak() const { return peak_; }   // floats
+
+ private:
+  float* data_ = nullptr;
+  int64_t used_ = 0, peak_ = 0;
+};
+
+// What the ops of one layer share.
+struct LayerContext {
+  Program& program;
+  Workspace& workspace;
+  Rows rows;
+  const StepArrays& arrays;
+  const ModelSpec& spec;
+  Acts in;              // [tokens, dim], normalised
+  Acts residual;        // [tokens, dim]: the mixer adds its output here
+  SlotState state;      // the layer's part of the slots
+  float* pages = nullptr;
+  int64_t page_stride = 0;
+  int32_t page_tokens = 0;
+};
+
+// A whole step: embedding, layers, head, sampling.
+Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePool* pool,
+              const Limits& limits, const StepArrays& arrays, const StepShape& shape,
+              Workspace& workspace);
+
+// One mixer: its tensors (names below `prefix`), and its ops.
+DeltaWeights bind(const DeltaMixer& mixer, int32_t dim, const std::string& prefix, WeightReader& reader);
+AttentionWeights bind(const AttentionMixer& mixer, int32_t dim, const std::string& prefix, WeightReader& reader);
+void lower(const DeltaMixer& mixer, const DeltaWeights& weights, LayerContext& layer);
+void lower(const AttentionMixer& mixer, const AttentionWeights& weights, LayerContext& layer);
+
+}  // namespace weir

@@ -1,0 +1,33 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace weir {
+
+// What one step did, and how things stand after it.
+struct StepReport {
+  double seconds = 0;              // of the step on the device, the host's part included
+  int32_t decode_rows = 0, prompt_rows = 0;
+  int32_t decode_tokens = 0, prompt_tokens = 0;
+  int32_t drawn = 0;               // tokens drawn
+  int32_t admitted = 0;            // sequences that took a slot
+  int32_t finished = 0;            // sequences that gave one back
+  size_t bytes = 0;                // what the step had to move at least (kernels/cost.cpp)
+};
+
+struct Occupancy {
+  int32_t waiting = 0, running = 0;
+  int32_t slots = 0, free_slots = 0;
+  int32_t pages = 0, free_pages = 0;
+};
+
+// Told, never asked: nothing in the core reads back. Called on the engine thread; must not block.
+class Observer {
+ public:
+  virtual ~Observer() = default;
+  virtual void on_step(const StepReport& report) = 0;
+  // Whenever it changed, also when no step follows.
+  virtual void on_occupancy(const Occupancy& occupancy) = 0;
+};
+
+}  // namespace weir

@@ -1,0 +1,87 @@
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/limits.h"
+#include "engine/request.h"
+
+namespace weir {
+
+// One sequence's part of a step: `count` tokens from position `first` on.
+struct Row {
+  SequenceId id = 0;
+  Slot slot = 0;
+  int32_t first = 0;              // 0 starts from a zero state
+  int32_t count = 0;
+  int32_t begin = 0;              // its first token in StepBatch::tokens
+  std::span<const int32_t> pages; // KV pages in order of position; valid until commit
+};
+
+// A position whose logits are wanted: to draw the next token, or to score a known one.
+struct Output {
+  SequenceId id = 0;
+  int32_t token = 0;              // index in StepBatch::tokens of the last token read
+  int32_t position = 0;           // of the token drawn or scored
+  Token target = -1;              // >= 0: score this token instead of drawing
+  int32_t top = 0;                // alternatives wanted
+  Sampling sampling;
+  std::vector<LogitEdit> edits;
+};
+
+struct StepBatch {
+  std::vector<Row> rows;          // decode rows first, then prompt chunks
+  std::vector<Token> tokens;      // the rows' tokens, end to end
+  std::vector<Output> outputs;    // in the order of tokens
+  bool empty() const { return rows.empty(); }
+};
+
+// What came out of a step for each Output.
+struct Drawn {
+  Token token = -1;               // the token drawn or scored; -1: no finite logit
+  float logprob = 0;
+  std::vector<TokenScore> top;
+};
+
+// Decides what the next step computes. No clock, thread, device or I/O: the same calls always
+// give the same batches, so a whole server's day can be replayed in a test.
+//
+// A sequence is admitted only with a slot and all the KV pages it can ever need, so nothing that
+// runs ever waits for memory and nothing is preempted. A row with one unread token decodes, a row
+// with more is a chunk of prompt: there are no modes. Every running sequence that decodes moves in
+// every step; prompts share what is left of step_tokens, at most chunk_tokens each, in order of admission.
+class Scheduler {
+ public:
+  explicit Scheduler(const Limits& limits);
+
+  Admission submit(SequenceId id, Request request);  // ids are never used twice
+  void cancel(SequenceId id);                        // unknown ids are late cancels, and fine
+
+  // The next step; empty when there is nothing to compute (cancelled and expired sequences are
+  // still ended by the commit). Each next() is followed by one commit().
+  const StepBatch& next(Nanoseconds now);
+  // `drawn` answers next()'s outputs one for one.
+  void commit(std::span<const Drawn> drawn, std::vector<Emission>& out);
+
+  bool idle() const { return sequences_.empty(); }
+  int32_t waiting() const { return int32_t(waiting_.size()); }
+  int32_t running() const { return int32_t(running_.size()); }
+  int32_t free_slots() const { return int32_t(free_slots_.size()); }
+  int32_t free_pages() const { return int32_t(free_pages_.size()); }
+  void check_invariants() const;
+
+ private:
+  struct Sequence;
+  const Limits limits_;
+  std::unordered_map<SequenceId, Sequence> sequences_;
+  std::deque<SequenceId> waiting_;   // by priority, then arrival
+  std::vector<SequenceId> running_;  // in order of admission
+  std::vector<Slot> free_slots_;
+  std::vector<int32_t> free_pages_;
+  StepBatch batch_;
+  bool in_step_ = false;
+};
+
+}  // namespace weir

@@ -1,0 +1,92 @@
+#pragma once
+#include <cstddef>
+#include <deque>
+#include <set>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "engine/safetensors.h"
+#include "engine/spec.h"
+#include "kernels/backend.h"
+
+namespace weir {
+
+// Weights as ops take them: matrices in the checkpoint's dtype where the device can read them,
+// everything small as float32.
+
+struct DeltaWeights {
+  Matrix q, k, v;
+  const float *conv_q = nullptr, *conv_k = nullptr, *conv_v = nullptr;  // [channels, width]
+  const float *conv_q_bias = nullptr, *conv_k_bias = nullptr, *conv_v_bias = nullptr;
+  Matrix a;                       // DecayGate::PerHead: [value_heads, dim]
+  Matrix f0, f1;                  // the low-rank decay map of the per-channel gates
+  const float* decay_a = nullptr; // exp(A_log)
+  const float* dt_bias = nullptr;
+  Matrix b;                       // beta logits, or erase logits with Strength::EraseWrite
+  Matrix w;                       // write logits
+  Matrix g;                       // OutputGate::Silu
+  Matrix g0, g1;                  // OutputGate::LowRankSigmoid
+  const float* g1_bias = nullptr;
+  const float* norm = nullptr;    // [value_dim]
+  Matrix o;
+};
+
+struct AttentionWeights {
+  Matrix q, k, v, o;
+  const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr;
+  const float *q_norm = nullptr, *k_norm = nullptr;
+};
+
+using MixerWeights = std::variant<DeltaWeights, AttentionWeights>;
+
+struct LayerWeights {
+  const float* mixer_norm = nullptr;  // [dim]
+  MixerWeights mixer;
+  const float* mlp_norm = nullptr;    // [dim]
+  Matrix gate, up, down;
+};
+
+struct ModelWeights {
+  Matrix embedding;  // [vocab, dim]
+  std::vector<LayerWeights> layers;
+  const float* norm = nullptr;
+  Matrix head;       // [vocab, dim]; the embedding when tied
+  size_t bytes = 0;  // of all tensors in use
+};
+
+// Hands out a checkpoint's tensors by name with shape and dtype checked, and remembers the first
+// thing that was wrong (file, tensor, expected, found) instead of returning it each time. Tensors
+// never asked for are refused by finish(). Knows the old names and layouts of fla checkpoints.
+class WeightReader {
+ public:
+  WeightReader(const Safetensors& files, Backend& backend);
+
+  Matrix matrix(const std::string& name, int32_t rows, int32_t cols);
+  // A tensor of that many elements whatever its shape ([n], [n,1,w], [1,n] ...), as float32.
+  const float* vector(const std::string& name, int64_t size);
+  const float* vector_exp(const std::string& name, int64_t size);  // exp of each element
+  bool has(const std::string& name) const;
+  void ignore(const std::string& name);  // known, and of no effect
+  // Rows first .. first + rows of a matrix stored with `stored_rows` rows (the old fused MLP).
+  Matrix rows_of(const std::string& name, int32_t stored_rows, int32_t first, int32_t rows, int32_t cols);
+  void refuse(const std::string& message);
+  absl::Status finish();                 // the first error, or the first tensor nobody asked for
+  size_t bytes() const { return bytes_; }
+
+ private:
+  const TensorView* take(const std::string& name);
+
+  const Safetensors& files_;
+  Backend& backend_;
+  std::set<std::string> asked_;
+  std::deque<std::vector<float>> converted_;
+  absl::Status status_;
+  size_t bytes_ = 0;
+};
+
+absl::StatusOr<ModelWeights> read_weights(const ModelSpec& spec, const Safetensors& files, Backend& backend);
+
+}  // namespace weir

@@ -1,0 +1,43 @@
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "kernels/op.h"
+
+namespace weir {
+
+// What a backend runs on.
+struct DeviceInfo {
+  std::string name;          // "CPU, AVX-512, 2 threads"
+  size_t memory_bytes = 0;   // in all
+  size_t free_bytes = 0;     // now
+};
+
+// Memory and execution on one device. All calls come from one thread.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual DeviceInfo info() const = 0;
+
+  // At start-up only. Zeroed, aligned to 64 bytes, freed with the backend.
+  virtual void* allocate(size_t bytes) = 0;
+  // Constant host data that outlives the backend: the pointer itself where the device can read it,
+  // otherwise a copy.
+  virtual const void* adopt(const void* host, size_t bytes) = 0;
+
+  virtual void upload(void* device, const void* host, size_t bytes) = 0;
+  virtual void download(void* host, const void* device, size_t bytes) = 0;
+  virtual void copy(void* target, const void* source, size_t bytes) = 0;
+  virtual void run(const Program& program) = 0;  // in order
+  virtual void finish() = 0;                     // returns when everything asked for is done
+};
+
+struct CpuOptions {
+  int threads = 0;      // 0: one for each core this process may use
+  bool plain = false;   // the oracle: every op as its formula reads, one thread
+  int simd = -1;        // -1: the best the machine has; 0 portable, 1 AVX2, 2 AVX-512
+};
+std::unique_ptr<Backend> make_cpu_backend(const CpuOptions& options = {});
+
+}  // namespace weir

@@ -1,0 +1,26 @@
+#pragma once
+#include <array>
+
+#include "kernels/types.h"
+
+namespace weir {
+
+// y = W x, with the rows of several matrices stacked: the concatenated in-projection of a layer
+// without copying the checkpoint. Accumulation in float32.
+//
+// A result depends on its own x and matrix row alone, and is summed in one fixed order, so that a
+// token's numbers do not depend on how many tokens share the call.
+struct Linear {
+  static constexpr int kParts = 8;
+
+  int32_t tokens = 0;
+  int32_t in = 0;                    // columns of every part
+  int32_t parts = 0;
+  std::array<Matrix, kParts> part;   // stacked top to bottom; [rows of each, in]
+  std::array<const float*, kParts> bias{};  // [rows of the part], or null
+  bool accumulate = false;           // y += W x: the residual connection
+  Acts x;                            // [tokens, in]
+  Acts y;                            // [tokens, sum of rows]
+};
+
+}  // namespace weir

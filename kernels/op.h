@@ -1,0 +1,35 @@
+#pragma once
+#include <variant>
+#include <vector>
+
+#include "kernels/attention.h"
+#include "kernels/delta_mix.h"
+#include "kernels/embed.h"
+#include "kernels/gather.h"
+#include "kernels/linear.h"
+#include "kernels/rms_norm.h"
+#include "kernels/sample.h"
+#include "kernels/swiglu.h"
+
+namespace weir {
+
+// Everything a backend can be asked to do, as plain data. A step is a list of these.
+using Op = std::variant<Embed, RmsNorm, Linear, DeltaMix, Attention, Swiglu, Gather, Sample>;
+using Program = std::vector<Op>;
+
+// The floor of an op: each input read once, each output written once; multiply and add count two.
+// Activations are left out: they stay in cache.
+struct Cost {
+  size_t bytes = 0, flops = 0;
+  Cost& operator+=(const Cost& other) {
+    bytes += other.bytes;
+    flops += other.flops;
+    return *this;
+  }
+};
+Cost cost(const Op& op);
+Cost cost(const Program& program);
+
+const char* name(const Op& op);
+
+}  // namespace weir

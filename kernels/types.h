@@ -1,0 +1,57 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace weir {
+
+using Token = int32_t;
+using Slot = int32_t;
+
+inline constexpr int32_t kPadding = -1;  // the slot of a row that no sequence fills
+
+enum class DType : uint8_t { F32, BF16, F16 };
+constexpr size_t size_of(DType dtype) { return dtype == DType::F32 ? 4 : 2; }
+
+// Activations, float32, one vector a token: token t's begins at data + t * stride.
+struct Acts {
+  float* data = nullptr;
+  int64_t stride = 0;
+
+  float* at(int64_t token) const { return data + token * stride; }
+  Acts from(int64_t offset) const { return {data + offset, stride}; }  // the same vectors, later columns
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// A weight matrix as the checkpoint stores it, [rows, cols] row-major; y = W x.
+struct Matrix {
+  const void* data = nullptr;
+  int32_t rows = 0, cols = 0;
+  DType dtype = DType::F32;
+
+  size_t bytes() const { return size_t(rows) * size_t(cols) * size_of(dtype); }
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// The rows of a step: each row is a run of consecutive tokens of one sequence. All tokens of a
+// step lie end to end; row r owns tokens begin[r] .. begin[r + 1] - 1. Pointers are the device's.
+struct Rows {
+  int32_t count = 0;                // rows, padding rows included
+  int32_t tokens = 0;               // tokens of all rows
+  const int32_t* slot = nullptr;    // [count]; kPadding rows touch nothing
+  const int32_t* first = nullptr;   // [count] position of the row's first token; 0: start from a zero state
+  const int32_t* begin = nullptr;   // [count + 1]
+};
+
+// Where one op's part of the slots lies: slot s's part begins at data + s * stride (floats).
+struct SlotState {
+  float* data = nullptr;
+  int64_t stride = 0;
+
+  float* at(Slot slot) const { return data + int64_t(slot) * stride; }
+  SlotState from(int64_t offset) const { return {data + offset, stride}; }
+};
+
+// An elementwise function. EluPlusOne is elu(x) + 1.
+enum class Activation : uint8_t { None, Silu, Sigmoid, Relu, EluPlusOne };
+
+}  // namespace weir
