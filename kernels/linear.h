@@ -16,7 +16,7 @@ struct Linear {
   int32_t tokens = 0;
   int32_t in = 0;                    // columns of every part
   int32_t parts = 0;
-  std::array<Matrix, kParts> part;   // stacked top to bottom; [rows of each, in]
+  std::array<Matrix, kParts> part{};  // stacked top to bottom; [rows of each, in]
   std::array<const float*, kParts> bias{};  // [rows of the part], or null
   bool accumulate = false;           // y += W x: the residual connection
   Acts x;                            // [tokens, in]

@@ -1,0 +1,35 @@
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "engine/lower.h"
+
+namespace weir {
+
+// The concatenated in-projection of a layer: several matrices that read the same vectors, and
+// where in the result each one's output lies. An absent matrix may be added; its part is null.
+class Projection {
+ public:
+  explicit Projection(int32_t in) : in_(in) {}
+
+  struct Part {
+    int64_t offset = -1;
+    Acts of(Acts projected) const { return offset < 0 ? Acts{} : projected.from(offset); }
+  };
+  Part add(const Matrix& matrix, const float* bias = nullptr);
+  // Adds the ops; the result is [tokens, sum of rows], from the layer's workspace.
+  Acts lower(LayerContext& layer, Acts x) const;
+
+ private:
+  int32_t in_ = 0;
+  int64_t rows_ = 0;
+  std::vector<Matrix> matrices_;
+  std::vector<const float*> biases_;
+};
+
+// y = W x + bias, in new workspace.
+Acts lower_linear(LayerContext& layer, const Matrix& matrix, const float* bias, Acts x);
+// residual += W x: a layer's out-projection.
+void lower_residual(LayerContext& layer, const Matrix& matrix, Acts x);
+
+}  // namespace weir
