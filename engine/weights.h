@@ -63,6 +63,9 @@ struct ModelWeights {
 class WeightReader {
  public:
   WeightReader(const Safetensors& files, Backend& backend);
+  // Without files: hands out shapes with null data and finds nothing wrong. What a model of some
+  // spec would need, before (or without) reading it.
+  WeightReader();
 
   Matrix matrix(const std::string& name, int32_t rows, int32_t cols);
   // A tensor of that many elements whatever its shape ([n], [n,1,w], [1,n] ...), as float32.
@@ -79,13 +82,16 @@ class WeightReader {
  private:
   const TensorView* take(const std::string& name);
 
-  const Safetensors& files_;
-  Backend& backend_;
+  const Safetensors* files_ = nullptr;
+  Backend* backend_ = nullptr;
   std::set<std::string> asked_;
   std::deque<std::vector<float>> converted_;
   absl::Status status_;
   size_t bytes_ = 0;
 };
+
+// The shapes of every matrix of a model, without data: enough to lower it and measure the step.
+ModelWeights weight_shapes(const ModelSpec& spec);
 
 absl::StatusOr<ModelWeights> read_weights(const ModelSpec& spec, const Safetensors& files, Backend& backend);
 
