@@ -16,11 +16,11 @@ enum class TensorType : uint8_t { F64, F32, F16, BF16, I64, I32, I16, I8, U8, BO
 const char* name(TensorType type);       // "BF16"
 size_t size_of(TensorType type);         // bytes an element
 
-// One tensor of a file: a view into the mapping, valid as long as the Safetensors object.
-// Data may be unaligned for its type only if the file is hostile; such files are refused.
+// One tensor of a file: a view into the mapping, valid as long as the Safetensors object. Its
+// offset in the file is a multiple of its element size; files where it is not are refused.
 struct TensorView {
   TensorType type = TensorType::F32;
-  std::vector<int64_t> shape;
+  std::vector<int64_t> shape;            // product fits int64_t
   std::span<const std::byte> data;
   const std::string* file = nullptr;     // the path, for messages
 
@@ -29,7 +29,8 @@ struct TensorView {
 
 // The header of one file image, checked: lengths, JSON, dtypes, shapes (no overflow), offsets
 // (inside the file, contiguous without overlap or hole, equal to shape * dtype size).
-// Trusts nothing. Errors are InvalidArgument and name the file (as `path`) and the tensor.
+// Trusts nothing. Errors are InvalidArgument and name the file (as `path`) and the tensor. The
+// views borrow both `file` and `path`.
 absl::StatusOr<std::map<std::string, TensorView>> parse_safetensors(
     std::span<const std::byte> file, const std::string& path);
 

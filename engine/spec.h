@@ -73,7 +73,8 @@ struct ModelSpec {
   int32_t dim = 0, vocab = 0;
   float norm_eps = 1e-6f;
   bool tied_embeddings = false;
-  Token bos = -1, eos = -1;  // -1: none
+  Token bos = -1;            // -1: none
+  std::vector<Token> eos;    // any of these ends an answer; empty: none
   std::vector<LayerSpec> layers;
 };
 

@@ -1,8 +1,8 @@
 #pragma once
 #include <cstddef>
-#include <deque>
 #include <set>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -55,44 +55,51 @@ struct ModelWeights {
   const float* norm = nullptr;
   Matrix head;       // [vocab, dim]; the embedding when tied
   size_t bytes = 0;  // of all tensors in use
+
+  // The host memory of what was widened to float32; pointers above may lie in it.
+  std::vector<std::vector<float>> converted;
 };
 
 // Hands out a checkpoint's tensors by name with shape and dtype checked, and remembers the first
 // thing that was wrong (file, tensor, expected, found) instead of returning it each time. Tensors
-// never asked for are refused by finish(). Knows the old names and layouts of fla checkpoints.
+// never asked for are refused by finish(). Knows the old names of fla checkpoints.
 class WeightReader {
  public:
-  WeightReader(const Safetensors& files, Backend& backend);
-  // Without files: hands out shapes with null data and finds nothing wrong. What a model of some
-  // spec would need, before (or without) reading it.
-  WeightReader();
+  // Without a backend it only checks: nothing is copied to a device.
+  WeightReader(const Safetensors& files, Backend* backend);
 
   Matrix matrix(const std::string& name, int32_t rows, int32_t cols);
-  // A tensor of that many elements whatever its shape ([n], [n,1,w], [1,n] ...), as float32.
+  // A short tensor as float32: [size], or with further dimensions of 1. Every number is finite.
   const float* vector(const std::string& name, int64_t size);
   const float* vector_exp(const std::string& name, int64_t size);  // exp of each element
+  // A short convolution's taps, stored [channels, 1, width], as float32.
+  const float* conv(const std::string& name, int32_t channels, int32_t width);
   bool has(const std::string& name) const;
   void ignore(const std::string& name);  // known, and of no effect
   // Rows first .. first + rows of a matrix stored with `stored_rows` rows (the old fused MLP).
-  Matrix rows_of(const std::string& name, int32_t stored_rows, int32_t first, int32_t rows, int32_t cols);
+  Matrix rows_of(const std::string& name, int32_t stored_rows, int32_t first, int32_t rows,
+                 int32_t cols);
   void refuse(const std::string& message);
   absl::Status finish();                 // the first error, or the first tensor nobody asked for
   size_t bytes() const { return bytes_; }
+  // What the vectors handed out may point into: keep it as long as them.
+  std::vector<std::vector<float>> take_converted() { return std::move(converted_); }
 
  private:
-  const TensorView* take(const std::string& name);
+  const TensorView* find(const std::string& name) const;
+  const TensorView* take(const std::string& name, const std::vector<int64_t>& shape);
+  const float* widen(const std::string& name, const TensorView& tensor, bool exponential);
 
-  const Safetensors* files_ = nullptr;
-  Backend* backend_ = nullptr;
-  std::set<std::string> asked_;
-  std::deque<std::vector<float>> converted_;
+  const Safetensors& files_;
+  Backend* backend_;
+  std::set<const TensorView*> asked_;
+  std::vector<std::vector<float>> converted_;
   absl::Status status_;
   size_t bytes_ = 0;
 };
 
-// The shapes of every matrix of a model, without data: enough to lower it and measure the step.
-ModelWeights weight_shapes(const ModelSpec& spec);
-
-absl::StatusOr<ModelWeights> read_weights(const ModelSpec& spec, const Safetensors& files, Backend& backend);
+// Checks every tensor first, and only then hands anything to the backend.
+absl::StatusOr<ModelWeights> read_weights(const ModelSpec& spec, const Safetensors& files,
+                                          Backend& backend);
 
 }  // namespace weir
