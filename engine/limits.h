@@ -3,7 +3,8 @@
 
 namespace weir {
 
-// Every bound of the engine. Checked by Scheduler's constructor: see the relations beside the fields.
+// Every bound of the engine. Checked by Scheduler's constructor: see the relations beside the
+// fields.
 struct Limits {
   int32_t slots = 0;           // sequences that hold state at one time; >= 1
   int32_t pages = 0;           // KV pages; 0 for a model without growing attention

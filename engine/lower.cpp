@@ -12,7 +12,8 @@ namespace {
 void lower_mixer(const LayerSpec& spec, const LayerWeights& weights, LayerContext& layer) {
   std::visit(
       [&](const auto& mixer) {
-        using Weights = decltype(bind_weights(mixer, 0, std::string(), std::declval<WeightReader&>()));
+        using Weights =
+            decltype(bind_weights(mixer, 0, std::string(), std::declval<WeightReader&>()));
         lower(mixer, std::get<Weights>(weights.mixer), layer);
       },
       spec.mixer);

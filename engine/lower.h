@@ -63,8 +63,10 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
               Workspace& workspace);
 
 // One mixer: its tensors (names below `prefix`), and its ops.
-DeltaWeights bind_weights(const DeltaMixer& mixer, int32_t dim, const std::string& prefix, WeightReader& reader);
-AttentionWeights bind_weights(const AttentionMixer& mixer, int32_t dim, const std::string& prefix, WeightReader& reader);
+DeltaWeights bind_weights(const DeltaMixer& mixer, int32_t dim, const std::string& prefix,
+                          WeightReader& reader);
+AttentionWeights bind_weights(const AttentionMixer& mixer, int32_t dim, const std::string& prefix,
+                              WeightReader& reader);
 void lower(const DeltaMixer& mixer, const DeltaWeights& weights, LayerContext& layer);
 void lower(const AttentionMixer& mixer, const AttentionWeights& weights, LayerContext& layer);
 

@@ -51,7 +51,8 @@ struct Drawn {
 // A sequence is admitted only with a slot and all the KV pages it can ever need, so nothing that
 // runs ever waits for memory and nothing is preempted. A row with one unread token decodes, a row
 // with more is a chunk of prompt: there are no modes. Every running sequence that decodes moves in
-// every step; prompts share what is left of step_tokens, at most chunk_tokens each, in order of admission.
+// every step; prompts share what is left of step_tokens, at most chunk_tokens each, in order of
+// admission.
 class Scheduler {
  public:
   explicit Scheduler(const Limits& limits);

@@ -21,7 +21,9 @@ class Staging {
     host_.resize((host_.size() + count * sizeof(T) + kAlign - 1) / kAlign * kAlign);
     return array;
   }
-  void allocate(Backend& backend) { device_ = static_cast<std::byte*>(backend.allocate(host_.size())); }
+  void allocate(Backend& backend) {
+    device_ = static_cast<std::byte*>(backend.allocate(host_.size()));
+  }
 
   template <typename T>
   T* host(Array<T> array) {

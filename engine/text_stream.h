@@ -12,9 +12,10 @@ namespace weir {
 // still turn out to be part of a stop string.
 //
 // The texts returned, end to end, are the bytes pushed, up to the first stop string (with or
-// without it, as asked). Bytes that can never become valid UTF-8 are replaced one maximal subpart at a time by U+FFFD,
-// exactly as a one-shot decoding of the whole would. Of several stop strings the one that is complete first
-// wins; of those complete at the same byte, the one that begins first.
+// without it, as asked). Bytes that can never become valid UTF-8 are replaced one maximal subpart
+// at a time by U+FFFD, exactly as a one-shot decoding of the whole would. Of several stop strings
+// the one that is complete first wins; of those complete at the same byte, the one that begins
+// first.
 class TextStream {
  public:
   explicit TextStream(std::vector<std::string> stop_strings = {}, bool include_stop = false);
@@ -25,7 +26,8 @@ class TextStream {
   // of the text and counted in unfinished_bytes().
   std::string finish();
 
-  const std::optional<std::string>& stopped() const { return stopped_; }  // the stop string that matched
+  // The stop string that matched.
+  const std::optional<std::string>& stopped() const { return stopped_; }
   size_t unfinished_bytes() const { return unfinished_bytes_; }
 
  private:

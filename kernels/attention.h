@@ -10,8 +10,8 @@ namespace weir {
 // Query head j reads kv head j * kv_heads / heads.
 //
 // Keys (after rotation) and values are kept as float32 in blocks [2, kv_heads, block_tokens,
-// head_dim], keys first. Without a window, position p lies in the row's page number p / page_tokens;
-// with one, the block is a ring in the slot and position p lies at p % window.
+// head_dim], keys first. Without a window, position p lies in the row's page number p /
+// page_tokens; with one, the block is a ring in the slot and position p lies at p % window.
 struct Attention {
   Rows rows;
   int32_t heads = 0, kv_heads = 0, head_dim = 0;

@@ -10,7 +10,7 @@ struct Sampling {
   float top_p = 1;               // keep the smallest set with at least this probability
   float min_p = 0;               // drop tokens below min_p times the largest probability
   float typical_p = 1;           // locally typical sampling (arXiv 2202.00666)
-  float repetition_penalty = 1;  // logits of seen tokens: divided when positive, multiplied otherwise
+  float repetition_penalty = 1;  // seen tokens: positive logits divided, others multiplied by it
   float frequency_penalty = 0;   // subtracted once for each time the token was generated
   float presence_penalty = 0;    // subtracted when the token was generated at all
   uint64_t seed = 0;

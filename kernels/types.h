@@ -18,7 +18,9 @@ struct Acts {
   int64_t stride = 0;
 
   float* at(int64_t token) const { return data + token * stride; }
-  Acts from(int64_t offset) const { return {data + offset, stride}; }  // the same vectors, later columns
+  // The same vectors from a later column on. No vectors stay none: a step is also lowered without
+  // memory, to measure it.
+  Acts from(int64_t offset) const { return {data == nullptr ? nullptr : data + offset, stride}; }
   explicit operator bool() const { return data != nullptr; }
 };
 
@@ -38,7 +40,7 @@ struct Rows {
   int32_t count = 0;                // rows, padding rows included
   int32_t tokens = 0;               // tokens of all rows
   const int32_t* slot = nullptr;    // [count]; kPadding rows touch nothing
-  const int32_t* first = nullptr;   // [count] position of the row's first token; 0: start from a zero state
+  const int32_t* first = nullptr;   // [count] position of the first token; 0: from a zero state
   const int32_t* begin = nullptr;   // [count + 1]
 };
 
@@ -48,7 +50,9 @@ struct SlotState {
   int64_t stride = 0;
 
   float* at(Slot slot) const { return data + int64_t(slot) * stride; }
-  SlotState from(int64_t offset) const { return {data + offset, stride}; }
+  SlotState from(int64_t offset) const {
+    return {data == nullptr ? nullptr : data + offset, stride};
+  }
 };
 
 // An elementwise function. EluPlusOne is elu(x) + 1.
