@@ -39,9 +39,9 @@ DeltaWeights bind_weights(const DeltaMixer& m, int32_t dim, const std::string& p
   if (m.conv) {
     const auto conv = [&](const std::string& name, int32_t channels, const float*& weight,
                           const float*& bias) {
-      weight = reader.vector(prefix + name + ".weight", int64_t(channels) * m.conv->width);
-      if (reader.has(prefix + name + ".bias"))
-        bias = reader.vector(prefix + name + ".bias", channels);
+      const std::string bias_name = prefix + name + ".bias";
+      weight = reader.conv(prefix + name + ".weight", channels, m.conv->width);
+      if (reader.has(bias_name)) bias = reader.vector(bias_name, channels);
     };
     conv("q_conv1d", keys, w.conv_q, w.conv_q_bias);
     conv("k_conv1d", keys, w.conv_k, w.conv_k_bias);
