@@ -1,0 +1,27 @@
+#pragma once
+#include "kernels/op.h"
+#include "kernels/simd.h"
+#include "kernels/thread_pool.h"
+
+namespace weir::cpu {
+
+// How an op runs: on which threads, with which instruction set, or plainly: as its formula reads,
+// on the calling thread, using neither.
+struct Context {
+  ThreadPool& pool;
+  const SimdTable& simd;
+  bool plain = false;
+};
+
+// With one context, a token's result depends on its own inputs alone, bit for bit: neither on the
+// other tokens of the call nor on the number of threads.
+void run(const Embed& op, const Context& context);
+void run(const RmsNorm& op, const Context& context);
+void run(const Linear& op, const Context& context);
+void run(const DeltaMix& op, const Context& context);
+void run(const Attention& op, const Context& context);
+void run(const Swiglu& op, const Context& context);
+void run(const Gather& op, const Context& context);
+void run(const Sample& op, const Context& context);
+
+}  // namespace weir::cpu
