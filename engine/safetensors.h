@@ -47,6 +47,7 @@ class Safetensors {
   const std::map<std::string, TensorView>& tensors() const;
   const TensorView* find(const std::string& name) const;  // null: absent
   size_t bytes() const;                                   // of all mapped files
+  const std::string& path() const;                        // the file, or the index of the shards
 
  private:
   struct Impl;

@@ -67,6 +67,8 @@ class WeightReader {
  public:
   // Without a backend it only checks: nothing is copied to a device.
   WeightReader(const Safetensors& files, Backend* backend);
+  // Without files it hands out shapes with null data and finds nothing wrong.
+  WeightReader() = default;
 
   Matrix matrix(const std::string& name, int32_t rows, int32_t cols);
   // A short tensor as float32: [size], or with further dimensions of 1. Every number is finite.
@@ -75,6 +77,7 @@ class WeightReader {
   // A short convolution's taps, stored [channels, 1, width], as float32.
   const float* conv(const std::string& name, int32_t channels, int32_t width);
   bool has(const std::string& name) const;
+  int64_t stored_rows(const std::string& name) const;  // the first dimension; 0: absent
   void ignore(const std::string& name);  // known, and of no effect
   // Rows first .. first + rows of a matrix stored with `stored_rows` rows (the old fused MLP).
   Matrix rows_of(const std::string& name, int32_t stored_rows, int32_t first, int32_t rows,
@@ -90,13 +93,16 @@ class WeightReader {
   const TensorView* take(const std::string& name, const std::vector<int64_t>& shape);
   const float* widen(const std::string& name, const TensorView& tensor, bool exponential);
 
-  const Safetensors& files_;
-  Backend* backend_;
+  const Safetensors* files_ = nullptr;
+  Backend* backend_ = nullptr;
   std::set<const TensorView*> asked_;
   std::vector<std::vector<float>> converted_;
   absl::Status status_;
   size_t bytes_ = 0;
 };
+
+// Every matrix of a model as a shape without data: enough to lower a step and measure it.
+ModelWeights weight_shapes(const ModelSpec& spec);
 
 // Checks every tensor first, and only then hands anything to the backend.
 absl::StatusOr<ModelWeights> read_weights(const ModelSpec& spec, const Safetensors& files,

@@ -1,0 +1,26 @@
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "engine/config_reader.h"
+#include "engine/spec.h"
+
+namespace weir {
+
+// The parts of read_spec() that belong to one kind of mixer. Errors go to the reader's status.
+
+inline constexpr int32_t kDimMax = 1 << 20;     // of any vector of a layer
+inline constexpr int32_t kHeadDimMax = 1 << 10;
+
+// model_type delta_net, gated_deltanet, and kda or gdn2, which share their keys.
+DeltaMixer read_delta_net(ConfigReader& reader, int32_t dim);
+DeltaMixer read_gated_deltanet(ConfigReader& reader);
+DeltaMixer read_kda(ConfigReader& reader);
+DeltaMixer read_gdn2(ConfigReader& reader);
+
+// model_type transformer.
+AttentionMixer read_transformer(ConfigReader& reader, int32_t dim);
+// The `attn` option of the others: overwrites the mixers of the layers that it names.
+void read_attention_layers(ConfigReader& reader, int32_t dim, std::vector<LayerSpec>& layers);
+
+}  // namespace weir

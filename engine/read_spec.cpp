@@ -1,0 +1,160 @@
+#include "engine/read_spec.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "engine/config_reader.h"
+#include "engine/read_mixer.h"
+
+namespace weir {
+namespace {
+
+using nlohmann::json;
+
+constexpr size_t kConfigBytesMax = 16 << 20;
+constexpr int32_t kLayersMax = 4096;
+constexpr const char* kServed = "transformer, delta_net, gated_deltanet, kda, gdn2";
+
+// Types of the flash-linear-attention family, and its neighbours, that are known and not served.
+constexpr std::array kNotServed = {
+    "abc",          "bitnet",      "comba",       "deltaformer",  "forgetting_transformer",
+    "gated_deltaproduct",          "gla",         "gsa",          "hgrn",
+    "hgrn2",        "lightnet",    "linear_attn", "log_linear_mamba2",
+    "mamba",        "mamba2",      "mamba3",      "mesa_net",     "mla",
+    "moba",         "mom",         "mom_gated_deltanet",          "nsa",
+    "parallax",     "path_attn",   "precond_gated_deltanet",      "precond_kda",
+    "qwen3_5",      "qwen3_5_text", "qwen3_next", "kimi_linear",  "raven",
+    "retnet",       "rodimus",     "rwkv6",       "rwkv7",        "samba",
+    "simple_gla",   "swila",       "wall_transformer",            "yoco"};
+
+// Keys that would change the mathematics whatever their value.
+constexpr std::array kMustBeNull = {
+    "attnres_block_size",      "rope_scaling",           "rope_parameters",
+    "quantization_config",     "final_logit_softcapping", "attn_logit_softcapping",
+    "sliding_window",          "partial_rotary_factor"};
+
+void refuse_unserved_keys(ConfigReader& reader) {
+  for (const char* key : kMustBeNull) {
+    if (reader.is_set(key)) reader.refuse(key, "null (it is not served)", *reader.find(key));
+  }
+  if (!reader.boolean("elementwise_affine", true)) {
+    reader.refuse("elementwise_affine", "true (norms without weights are not served)",
+                  *reader.find("elementwise_affine"));
+  }
+  reader.choice<int>("hidden_act", 0, {{"swish", 0}, {"silu", 0}});
+}
+
+std::string read_model_type(ConfigReader& reader) {
+  const json* type = reader.find("model_type");
+  if (!type || !type->is_string()) {
+    reader.refuse("model_type", absl::StrCat("one of ", kServed), type ? *type : json());
+    return "";
+  }
+  const std::string& name = type->get_ref<const std::string&>();
+  if (absl::StrCat(", ", kServed, ",").find(absl::StrCat(", ", name, ",")) == std::string::npos) {
+    const bool known = std::find(kNotServed.begin(), kNotServed.end(), name) != kNotServed.end();
+    reader.refuse_text("model_type",
+                       absl::StrCat("expected one of ", kServed, "; found ", describe(*type),
+                                    known ? ", a known type that is not served" : ""));
+  }
+  return name;
+}
+
+// The MLP's width. Where the file is silent it follows from hidden_ratio, rounded up to 256.
+int32_t read_mlp(ConfigReader& reader, int32_t dim) {
+  const double ratio = reader.is_set("hidden_ratio") ? reader.number("hidden_ratio", 4, 0, 1024) : 4;
+  if (reader.is_set("intermediate_size")) {
+    return reader.integer("intermediate_size", 1, 1, kDimMax);
+  }
+  const int64_t exact = int64_t(dim * ratio * 2 / 3);
+  const int64_t rounded = (exact + 255) / 256 * 256;
+  if (rounded < 1 || rounded > kDimMax) {
+    reader.refuse_text("hidden_ratio", absl::StrCat("expected an MLP width from 1 to ", kDimMax,
+                                                    ", found ", rounded));
+    return 1;
+  }
+  return int32_t(rounded);
+}
+
+void read_special_tokens(ConfigReader& reader, ModelSpec& spec) {
+  const int32_t last = spec.vocab - 1;
+  const std::string expected = absl::StrCat("a token id from 0 to ", last);
+  const bool no_bos = reader.find("bos_token_id") && !reader.is_set("bos_token_id");
+  spec.bos = no_bos ? -1 : reader.integer("bos_token_id", std::min(1, last), 0, last);
+
+  const json* eos = reader.find("eos_token_id");
+  if (!eos) spec.eos = {std::min(2, last)};
+  if (!eos || eos->is_null()) return;
+  const auto add = [&](const json& value) {
+    const std::optional<int32_t> id = ConfigReader::as_integer(value, 0, last);
+    if (!id) return reader.refuse("eos_token_id", expected, value);
+    if (std::find(spec.eos.begin(), spec.eos.end(), *id) == spec.eos.end()) spec.eos.push_back(*id);
+  };
+  constexpr size_t kEosMax = 64;
+  if (eos->is_array() && eos->size() > kEosMax) {
+    reader.refuse("eos_token_id", absl::StrCat("at most ", kEosMax, " ids"), eos->size());
+  } else if (eos->is_array()) {
+    for (const json& value : *eos) add(value);
+  } else {
+    add(*eos);
+  }
+}
+
+Mixer read_mixer(ConfigReader& reader, const ModelSpec& spec) {
+  if (spec.model_type == "transformer") return read_transformer(reader, spec.dim);
+  if (spec.model_type == "delta_net") return read_delta_net(reader, spec.dim);
+  if (spec.model_type == "gated_deltanet") return read_gated_deltanet(reader);
+  if (spec.model_type == "kda") return read_kda(reader);
+  return read_gdn2(reader);
+}
+
+ModelSpec read_model(ConfigReader& reader) {
+  ModelSpec spec;
+  spec.model_type = read_model_type(reader);
+  if (!reader.status().ok()) return spec;  // what other keys mean depends on it
+  refuse_unserved_keys(reader);
+  spec.dim = reader.integer("hidden_size", 2048, 1, kDimMax);
+  spec.vocab = reader.integer("vocab_size", 32000, 1, kDimMax);
+  const char* eps_key = reader.find("norm_eps") ? "norm_eps" : "rms_norm_eps";
+  spec.norm_eps = float(reader.number(eps_key, 1e-6, 1e-30, 1));
+  spec.tied_embeddings = reader.boolean("tie_word_embeddings", false);
+  read_special_tokens(reader, spec);
+
+  const int32_t usual_layers = spec.model_type == "gated_deltanet" ? 21 : 24;
+  const int32_t layers = reader.integer("num_hidden_layers", usual_layers, 1, kLayersMax);
+  const Mlp mlp{.hidden = read_mlp(reader, spec.dim)};
+  const Mixer mixer = read_mixer(reader, spec);
+  spec.layers.assign(size_t(layers), LayerSpec{.mixer = mixer, .mlp = mlp});
+  if (spec.model_type != "transformer") {
+    read_attention_layers(reader, spec.dim, spec.layers);
+  } else if (reader.is_set("attn")) {
+    reader.refuse("attn", "null for a transformer", *reader.find("attn"));
+  }
+  return spec;
+}
+
+}  // namespace
+
+absl::StatusOr<ModelSpec> read_spec(std::string_view text, const std::string& path) {
+  const absl::StatusOr<json> config = parse_json(text, path);
+  if (!config.ok()) return config.status();
+  if (!config->is_object()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": expected an object, found ", describe(*config)));
+  }
+  absl::Status status;
+  ConfigReader reader(*config, path, "", status);
+  ModelSpec spec = read_model(reader);
+  if (!status.ok()) return status;
+  return spec;
+}
+
+absl::StatusOr<ModelSpec> read_spec_folder(const std::string& folder) {
+  const std::string path = folder + "/config.json";
+  const absl::StatusOr<std::string> text = read_text_file(path, kConfigBytesMax);
+  if (!text.ok()) return text.status();
+  return read_spec(*text, path);
+}
+
+}  // namespace weir
