@@ -50,7 +50,7 @@ DeltaWeights bind_weights(const DeltaMixer& m, int32_t dim, const std::string& p
   const DecayShape decay = decay_shape(m);
   if (m.decay == DecayGate::PerHead) {
     w.a = reader.matrix(prefix + "a_proj.weight", decay.channels, dim);
-    reader.ignore(prefix + "D");  // stored by early 2025 checkpoints, never read by the mathematics
+    reader.ignore(prefix + "D");  // in files of 2024-12 to 2025-03; nothing reads it
   } else if (m.decay != DecayGate::None) {
     w.f0 = reader.matrix(prefix + "f_proj.0.weight", m.value_dim, dim);
     w.f1 = reader.matrix(prefix + "f_proj.1.weight", decay.channels, m.value_dim);
