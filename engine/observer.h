@@ -19,6 +19,8 @@ struct Occupancy {
   int32_t waiting = 0, running = 0;
   int32_t slots = 0, free_slots = 0;
   int32_t pages = 0, free_pages = 0;
+
+  bool operator==(const Occupancy&) const = default;
 };
 
 // Told, never asked: nothing in the core reads back. Called on the engine thread; must not block.

@@ -42,6 +42,9 @@ enum class Admission : uint8_t {
 };
 Admission check(const Request& request, const Limits& limits);
 
+// KV pages that a request can ever fill: the last token drawn is never read.
+int64_t pages_for(const Request& request, const Limits& limits);
+
 enum class Finish : uint8_t {
   Stop,       // a stop token was drawn
   Length,     // new_tokens were drawn

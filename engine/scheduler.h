@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -56,7 +57,9 @@ struct Drawn {
 class Scheduler {
  public:
   explicit Scheduler(const Limits& limits);
+  ~Scheduler();
 
+  // QueueFull: slots + queued sequences are here already.
   Admission submit(SequenceId id, Request request);  // ids are never used twice
   void cancel(SequenceId id);                        // unknown ids are late cancels, and fine
 
@@ -75,13 +78,23 @@ class Scheduler {
 
  private:
   struct Sequence;
+
+  void expire(Nanoseconds now);
+  void admit();
+  void clear_batch();
+  void add_row(Sequence& sequence, int32_t count);
+  void add_draw(const Sequence& sequence, int32_t token);
+  void take(Sequence& sequence, size_t output, std::span<const Drawn> drawn, Emission& emission);
+  void release(Sequence& sequence);
+
   const Limits limits_;
-  std::unordered_map<SequenceId, Sequence> sequences_;
-  std::deque<SequenceId> waiting_;   // by priority, then arrival
-  std::vector<SequenceId> running_;  // in order of admission
+  std::unordered_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
+  std::deque<Sequence*> waiting_;    // by priority, then arrival
+  std::vector<Sequence*> running_;   // in order of admission
   std::vector<Slot> free_slots_;
   std::vector<int32_t> free_pages_;
   StepBatch batch_;
+  std::vector<std::vector<LogitEdit>> spare_edits_;  // of earlier outputs, for their memory
   bool in_step_ = false;
 };
 

@@ -1,0 +1,216 @@
+#include "engine/engine.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "kernels/check.h"
+
+namespace weir {
+
+struct Engine::Impl {
+  Impl(const Limits& limits, StepRunner& runner, Observer& observer)
+      : limits(limits), runner(runner), observer(observer), scheduler(limits) {
+    thread = std::thread([this] { run(); });
+  }
+
+  void run();
+  bool wait_for_work();
+  void read_inbox();
+  void step();
+  void count_rows(const StepBatch& batch);
+  void deliver();
+  void report_occupancy();
+
+  // A submission, or, without a request, a cancel.
+  struct Message {
+    SequenceId id = 0;
+    std::optional<Request> request;
+    TokenSink* sink = nullptr;
+  };
+  // What the engine keeps beside the scheduler about a sequence.
+  struct Stream {
+    TokenSink* sink = nullptr;
+    int32_t prompt_tokens = 0;
+  };
+
+  const Limits limits;
+
+  std::mutex mutex;  // guards the block below
+  std::condition_variable posted;
+  std::vector<Message> inbox;
+  int64_t live = 0;  // accepted, and the last emission not yet on its way
+  SequenceId last_id = 0;
+  bool cancelling_all = false;
+  bool stopping = false;
+
+  // The engine thread's own.
+  StepRunner& runner;
+  Observer& observer;
+  Scheduler scheduler;
+  std::unordered_map<SequenceId, Stream> streams;
+  std::vector<Message> messages;
+  std::vector<Emission> emissions;
+  StepReport report;
+  std::optional<Occupancy> reported;
+
+  std::thread thread;
+};
+
+void Engine::Impl::run() {
+  report_occupancy();
+  while (wait_for_work()) {
+    read_inbox();
+    if (!scheduler.idle()) step();  // late cancels alone are no work
+  }
+}
+
+// False when the engine is to end. There is no timed wait: while the scheduler holds a sequence,
+// each step moves or ends at least one, so an engine that sleeps has no deadline to miss.
+bool Engine::Impl::wait_for_work() {
+  if (!scheduler.idle()) return true;
+  std::unique_lock lock(mutex);
+  posted.wait(lock, [this] { return !inbox.empty() || stopping; });
+  return !inbox.empty();
+}
+
+void Engine::Impl::read_inbox() {
+  bool cancel_all = false;
+  {
+    const std::lock_guard lock(mutex);
+    messages.swap(inbox);
+    cancel_all = cancelling_all;
+  }
+  for (Message& message : messages) {
+    if (!message.request) {
+      scheduler.cancel(message.id);
+      continue;
+    }
+    streams[message.id] = {message.sink, int32_t(message.request->prompt.size())};
+    // submit() has checked the request, and counts at least what the scheduler holds.
+    const Admission admission = scheduler.submit(message.id, std::move(*message.request));
+    WEIR_CHECK(admission == Admission::Accepted);
+  }
+  messages.clear();
+  if (!cancel_all) return;
+  for (const auto& [id, stream] : streams) scheduler.cancel(id);
+}
+
+void Engine::Impl::step() {
+  const int32_t running_before = scheduler.running();
+  const StepBatch& batch = scheduler.next(now());
+  report.admitted += scheduler.running() - running_before;
+  report_occupancy();
+
+  std::span<const Drawn> drawn;
+  const bool computes = !batch.empty();
+  if (computes) {
+    count_rows(batch);
+    const Nanoseconds begin = now();
+    drawn = runner.step(batch);
+    report.seconds = double(now() - begin) * 1e-9;
+    report.bytes = runner.step_bytes();
+  }
+  read_inbox();  // a cancel that came during the step ends its sequence with this commit
+  const int32_t live_before = scheduler.running() + scheduler.waiting();
+  const int32_t running = scheduler.running();
+  emissions.clear();
+  scheduler.commit(drawn, emissions);
+  report.finished += running - scheduler.running();
+  WEIR_CHECK(computes || scheduler.running() + scheduler.waiting() < live_before);
+  deliver();
+  report_occupancy();
+  // What ended between steps is told with the next one.
+  if (!computes) return;
+  observer.on_step(report);
+  report = {};
+}
+
+void Engine::Impl::count_rows(const StepBatch& batch) {
+  for (const Row& row : batch.rows) {
+    const bool prompt = row.first < streams.at(row.id).prompt_tokens;
+    ++(prompt ? report.prompt_rows : report.decode_rows);
+    (prompt ? report.prompt_tokens : report.decode_tokens) += row.count;
+  }
+}
+
+void Engine::Impl::deliver() {
+  for (const Emission& emission : emissions) {
+    const auto stream = streams.find(emission.id);
+    WEIR_CHECK(stream != streams.end());
+    TokenSink& sink = *stream->second.sink;
+    if (emission.token) ++report.drawn;
+    if (emission.finish) {
+      streams.erase(stream);
+      // Before the sink hears of it: whoever does may submit the next request at once.
+      const std::lock_guard lock(mutex);
+      --live;
+    }
+    sink.emit(emission);
+  }
+}
+
+void Engine::Impl::report_occupancy() {
+  const Occupancy occupancy{.waiting = scheduler.waiting(),
+                            .running = scheduler.running(),
+                            .slots = limits.slots,
+                            .free_slots = scheduler.free_slots(),
+                            .pages = limits.pages,
+                            .free_pages = scheduler.free_pages()};
+  if (reported == occupancy) return;
+  reported = occupancy;
+  observer.on_occupancy(occupancy);
+}
+
+Engine::Engine(const Limits& limits, StepRunner& runner, Observer& observer)
+    : impl_(std::make_unique<Impl>(limits, runner, observer)) {}
+
+Engine::~Engine() {
+  {
+    const std::lock_guard lock(impl_->mutex);
+    impl_->cancelling_all = true;
+    impl_->stopping = true;
+  }
+  impl_->posted.notify_one();
+  impl_->thread.join();
+}
+
+Engine::Submitted Engine::submit(Request request, TokenSink& sink) {
+  const Admission admission = check(request, impl_->limits);
+  if (admission != Admission::Accepted) return {.admission = admission};
+  SequenceId id = 0;
+  {
+    const std::lock_guard lock(impl_->mutex);
+    const int64_t live_max = int64_t(impl_->limits.slots) + impl_->limits.queued;
+    if (impl_->live >= live_max) return {.admission = Admission::QueueFull};
+    ++impl_->live;
+    id = ++impl_->last_id;
+    impl_->inbox.push_back({.id = id, .request = std::move(request), .sink = &sink});
+  }
+  impl_->posted.notify_one();
+  return {.admission = Admission::Accepted, .id = id};
+}
+
+void Engine::cancel(SequenceId id) {
+  {
+    const std::lock_guard lock(impl_->mutex);
+    impl_->inbox.push_back({.id = id});
+  }
+  impl_->posted.notify_one();
+}
+
+void Engine::cancel_all() {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->cancelling_all = true;
+}
+
+Nanoseconds Engine::now() {
+  const auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+}
+
+}  // namespace weir
