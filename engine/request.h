@@ -73,6 +73,7 @@ struct Emission {
   std::vector<PromptScore> prompt;      // newly scored prompt positions, in order
   std::optional<Finish> finish;
   bool started = false;                 // had left the queue when it finished
+  Nanoseconds started_at = kNever;      // when it left the queue; kNever: it did not
 };
 
 }  // namespace weir

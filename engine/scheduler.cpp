@@ -16,6 +16,7 @@ struct Scheduler::Sequence {
   int32_t done = 0;                // tokens that the state has read
   int64_t pages_needed = 0;
   Slot slot = -1;                  // taken at admission, as are the pages
+  Nanoseconds started_at = kNever; // the moment of admission
   std::vector<int32_t> pages;
   LogitEdits edits;
   std::optional<Finish> finish;    // once set, it moves no more and goes at the next commit
@@ -78,7 +79,7 @@ const StepBatch& Scheduler::next(Nanoseconds now) {
   WEIR_CHECK(!in_step_);
   in_step_ = true;
   expire(now);
-  admit();
+  admit(now);
   clear_batch();
   // Decode rows first: a long prompt may slow its own start, never another's next token.
   for (Sequence* sequence : running_) {
@@ -100,7 +101,7 @@ void Scheduler::commit(std::span<const Drawn> drawn, std::vector<Emission>& out)
   for (const Row& row : batch_.rows) {
     Sequence& sequence = *sequences_.at(row.id);
     sequence.done += row.count;
-    Emission emission{.id = row.id, .started = true};
+    Emission emission{.id = row.id, .started = true, .started_at = sequence.started_at};
     for (; output < drawn.size() && batch_.outputs[output].id == row.id; ++output) {
       if (!sequence.finish) take(sequence, output, drawn, emission);
     }
@@ -116,7 +117,7 @@ void Scheduler::commit(std::span<const Drawn> drawn, std::vector<Emission>& out)
     if (!sequence->finish) return false;
     if (!sequence->last_emitted) {
       out.push_back({.id = sequence->id, .finish = sequence->finish,
-                     .started = sequence->slot >= 0});
+                     .started = sequence->slot >= 0, .started_at = sequence->started_at});
     }
     release(*sequence);
     sequences_.erase(sequence->id);
@@ -136,7 +137,7 @@ void Scheduler::expire(Nanoseconds now) {
   std::ranges::for_each(waiting_, end_late);
 }
 
-void Scheduler::admit() {
+void Scheduler::admit(Nanoseconds now) {
   auto place = waiting_.begin();
   while (place != waiting_.end() && !free_slots_.empty()) {
     Sequence& sequence = **place;
@@ -148,6 +149,7 @@ void Scheduler::admit() {
     if (sequence.pages_needed > int64_t(free_pages_.size())) return;
     sequence.slot = free_slots_.back();
     free_slots_.pop_back();
+    sequence.started_at = now;
     const auto first = free_pages_.end() - sequence.pages_needed;
     sequence.pages.assign(first, free_pages_.end());
     free_pages_.erase(first, free_pages_.end());

@@ -80,7 +80,7 @@ class Scheduler {
   struct Sequence;
 
   void expire(Nanoseconds now);
-  void admit();
+  void admit(Nanoseconds now);
   void clear_batch();
   void add_row(Sequence& sequence, int32_t count);
   void add_draw(const Sequence& sequence, int32_t token);
