@@ -63,7 +63,8 @@ std::string read_model_type(ConfigReader& reader) {
 
 // The MLP's width. Where the file is silent it follows from hidden_ratio, rounded up to 256.
 int32_t read_mlp(ConfigReader& reader, int32_t dim) {
-  const double ratio = reader.is_set("hidden_ratio") ? reader.number("hidden_ratio", 4, 0, 1024) : 4;
+  const double ratio =
+      reader.is_set("hidden_ratio") ? reader.number("hidden_ratio", 4, 0, 1024) : 4;
   if (reader.is_set("intermediate_size")) {
     return reader.integer("intermediate_size", 1, 1, kDimMax);
   }

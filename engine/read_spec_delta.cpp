@@ -24,7 +24,8 @@ int32_t expanded(ConfigReader& reader, const char* key, double fallback, int32_t
 void check_sizes(ConfigReader& reader, const DeltaMixer& mixer) {
   const auto check = [&](const char* key, const char* what, int64_t found, int64_t max) {
     if (found >= 1 && found <= max) return;
-    reader.refuse_text(key, absl::StrCat("expected a ", what, " from 1 to ", max, ", found ", found));
+    reader.refuse_text(key, absl::StrCat("expected a ", what, " from 1 to ", max, ", found ",
+                                         found));
   };
   check("head_dim", "key dimension of a head", mixer.key_dim, kHeadDimMax);
   check("expand_v", "value dimension of a head", mixer.value_dim, kHeadDimMax);

@@ -1,0 +1,32 @@
+#include <cstdint>
+#include <string_view>
+
+#include "engine/read_spec.h"
+#include "kernels/check.h"
+
+// Any bytes as config.json: refused, or a spec whose sizes are in range.
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  const std::string_view text(reinterpret_cast<const char*>(data), size);
+  const auto spec = weir::read_spec(text, "fuzz");
+  if (!spec.ok()) {
+    WEIR_CHECK(!spec.status().message().empty());
+    return 0;
+  }
+  WEIR_CHECK(spec->dim > 0 && spec->vocab > 0 && !spec->layers.empty());
+  WEIR_CHECK(spec->bos < spec->vocab && spec->norm_eps > 0);
+  for (const weir::Token eos : spec->eos) WEIR_CHECK(eos >= 0 && eos < spec->vocab);
+  for (const weir::LayerSpec& layer : spec->layers) {
+    WEIR_CHECK(layer.mlp.hidden > 0);
+    if (const auto* m = std::get_if<weir::DeltaMixer>(&layer.mixer)) {
+      WEIR_CHECK(m->key_heads > 0 && m->key_dim > 0 && m->value_dim > 0);
+      WEIR_CHECK(m->value_heads % m->key_heads == 0);
+      WEIR_CHECK(int64_t(m->value_heads) * m->value_dim <= 1 << 20);
+    } else {
+      const auto& attention = std::get<weir::AttentionMixer>(layer.mixer);
+      WEIR_CHECK(attention.head_dim > 0 && attention.heads % attention.kv_heads == 0);
+      WEIR_CHECK(attention.heads * attention.head_dim == spec->dim && attention.window >= 0);
+    }
+  }
+  WEIR_CHECK(state_size(*spec).slot() < size_t(1) << 50);
+  return 0;
+}
