@@ -19,7 +19,7 @@ weir_test(ops weir_kernels)
 weir_test(unit weir_engine)
 weir_test(sim weir_engine)
 if(WEIR_SERVER)
-  weir_test(serve weir_server_lib)
+  weir_test(serve "weir_server_lib;weir_client_lib")
 endif()
 
 # Benchmarks print tables; nothing is asserted about time.

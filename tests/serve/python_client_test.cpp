@@ -1,0 +1,51 @@
+// The Python example against the real server.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+
+#include "tests/serve/client.h"
+
+namespace weir::testing {
+namespace {
+
+constexpr char kPython[] = "/usr/bin/python3";  // the one that Debian's python3-grpcio belongs to
+
+TEST(PythonClient, AskStreamsAnAnswer) {
+  Process probe({"/usr/bin/env", kPython, "-c", "import grpc, google.protobuf"});
+  if (probe.wait_exit() != 0) GTEST_SKIP() << "python3-grpcio or python3-protobuf is missing";
+
+  char folder[] = "/tmp/weir-python-XXXXXX";
+  ASSERT_NE(mkdtemp(folder), nullptr);
+  Process generate({WEIR_SOURCE_DIR "/clients/python/generate.sh", folder});
+  ASSERT_EQ(generate.wait_exit(), 0) << generate.output();
+
+  ServerProcess server(vectors("gated-deltanet"));
+  ASSERT_TRUE(server.serving()) << server.output();
+  const std::string path = std::string("PYTHONPATH=") + folder;
+  const auto ask = [&](const std::vector<std::string>& arguments) {
+    std::vector<std::string> command = {"/usr/bin/env", path, kPython,
+                                        WEIR_SOURCE_DIR "/clients/python/ask.py",
+                                        "--server", server.address()};
+    command.insert(command.end(), arguments.begin(), arguments.end());
+    return std::make_unique<Process>(command);
+  };
+
+  const auto good = ask({"In the beginning", "--max-tokens", "12", "--temperature", "0"});
+  EXPECT_EQ(good->wait_exit(), 0) << good->output();
+  v1::GenerateRequest request;
+  request.set_prompt("In the beginning");
+  request.mutable_sampling()->set_temperature(0);
+  request.mutable_stop()->set_max_tokens(12);
+  const std::string expected = Client(server).generate(request).text;
+  EXPECT_NE(good->output().find(expected), std::string::npos) << good->output();
+
+  const auto refused = ask({"In the beginning", "--temperature", "-1"});
+  EXPECT_EQ(refused->wait_exit(), 1);
+  EXPECT_NE(refused->output().find("INVALID_ARGUMENT: "), std::string::npos) << refused->output();
+  EXPECT_EQ(refused->output().find("Traceback"), std::string::npos) << refused->output();
+  std::filesystem::remove_all(folder);
+}
+
+}  // namespace
+}  // namespace weir::testing
