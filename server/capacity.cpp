@@ -164,8 +164,9 @@ class Planner {
                                  mib(given_.weights_bytes), ", workspace ",
                                  mib(plan_.workspace_bytes)));
     lines.push_back(absl::StrCat("step: ", limits.step_tokens, " tokens, prompt chunks of ",
-                                 limits.chunk_tokens, "; queue ", limits.queued, "; prompt at most ",
-                                 limits.prompt_tokens, ", answer at most ", limits.new_tokens));
+                                 limits.chunk_tokens, "; queue ", limits.queued,
+                                 "; prompt at most ", limits.prompt_tokens, ", answer at most ",
+                                 limits.new_tokens));
   }
 
   std::string limiting() const {

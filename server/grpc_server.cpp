@@ -84,7 +84,7 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::start(const Options& opt
   if (server == nullptr || port == 0) {
     return absl::UnavailableError(
         absl::StrCat("--host, --port: expected an address to listen on, found ", where,
-                     ", which is taken or not ours; with TLS, the key may not fit the certificate"));
+                     ", which is taken or not ours (with TLS: or the key is another's)"));
   }
   return std::unique_ptr<GrpcServer>(new GrpcServer(std::move(server), port));
 }
