@@ -1,4 +1,6 @@
 #pragma once
+#include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -18,6 +20,7 @@ namespace weir {
 // first.
 class TextStream {
  public:
+  // Stop strings are not empty and are valid UTF-8.
   explicit TextStream(std::vector<std::string> stop_strings = {}, bool include_stop = false);
 
   // What may be sent now. Nothing more comes once stopped() is set.
@@ -31,7 +34,17 @@ class TextStream {
   size_t unfinished_bytes() const { return unfinished_bytes_; }
 
  private:
-  std::vector<std::string> stop_strings_;
+  // A stop string, and how much of it the text read so far ends with.
+  struct Stop {
+    std::string text;
+    std::vector<uint32_t> shorter;  // [i]: how much of it its own first i + 1 bytes end with
+    size_t matched = 0;
+  };
+
+  // Reads one whole character; true when it completes a stop string.
+  bool read(std::string_view character);
+
+  std::vector<Stop> stops_;
   bool include_stop_ = false;
   std::string held_;      // valid text that may begin a stop string
   std::string partial_;   // up to 3 bytes of an unfinished character
