@@ -6,3 +6,7 @@ foreach(source IN LISTS fuzzers)
   target_link_libraries(${name} PRIVATE weir_engine)
   target_link_options(${name} PRIVATE -fsanitize=fuzzer)
 endforeach()
+# The libraries too report what they cover: without it the fuzzer searches blindly.
+foreach(library IN ITEMS weir_kernels weir_engine)
+  target_compile_options(${library} PRIVATE -fsanitize=fuzzer-no-link)
+endforeach()
