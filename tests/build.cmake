@@ -22,6 +22,14 @@ if(WEIR_SERVER)
   weir_test(serve "weir_server_lib;weir_client_lib")
 endif()
 
+# The scheduler's simulation is itself tested: each of a list of bugs, put into a copy of the
+# scheduler, must make it fail.
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+add_test(NAME sim/scheduler_bugs
+         COMMAND ${Python3_EXECUTABLE} -B ${CMAKE_SOURCE_DIR}/tests/sim/scheduler_bugs/self_test.py
+                 ${CMAKE_CXX_COMPILER} ${CMAKE_BINARY_DIR}/scheduler_bugs)
+set_tests_properties(sim/scheduler_bugs PROPERTIES LABELS selftest TIMEOUT 600)
+
 # Benchmarks print tables; nothing is asserted about time.
 file(GLOB benches CONFIGURE_DEPENDS tests/bench/*_bench.cpp)
 foreach(source IN LISTS benches)

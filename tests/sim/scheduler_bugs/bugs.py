@@ -1,0 +1,214 @@
+"""Bugs to put into the scheduler, each a name and (file, what stands there, what to write)."""
+
+SCHEDULER, EDITS = "engine/scheduler.cpp", "engine/logit_edits.cpp"
+
+BUGS = {
+    "slot given back twice": (
+        SCHEDULER,
+        "  free_slots_.push_back(sequence.slot);\n",
+        "  free_slots_.push_back(sequence.slot);\n  free_slots_.push_back(sequence.slot);\n"),
+    "slot of a cancelled sequence lost": (
+        SCHEDULER,
+        "if (sequence.slot < 0) return;",
+        "if (sequence.slot < 0 || sequence.finish == Finish::Cancelled) return;"),
+    "pages of a late sequence leaked": (
+        SCHEDULER,
+        "  free_pages_.insert(free_pages_.end(), sequence.pages.begin(), sequence.pages.end());\n",
+        "  if (sequence.finish != Finish::Deadline)\n"
+        "    free_pages_.insert(free_pages_.end(), sequence.pages.begin(), sequence.pages.end());\n"),
+    "two sequences given the same page": (
+        SCHEDULER,
+        "free_pages_.erase(first, free_pages_.end());",
+        "if (first != free_pages_.end()) std::rotate(free_pages_.begin(), "
+        "free_pages_.begin() + 1, free_pages_.end());"),
+    "row names one page too few": (
+        SCHEDULER,
+        ".pages = sequence.pages});",
+        ".pages = std::span(sequence.pages).first("
+        "sequence.pages.size() - (sequence.pages.size() > 3))});"),
+    "cancelled slot freed before its step is done": (
+        SCHEDULER,
+        "  found->second->finish = Finish::Cancelled;\n",
+        "  found->second->finish = Finish::Cancelled;\n"
+        "  if (in_step_ && found->second->slot >= 0) {\n"
+        "    free_slots_.push_back(found->second->slot);\n"
+        "    found->second->slot = -1;\n"
+        "  }\n"),
+    "draws before the prompt is read": (
+        SCHEDULER,
+        "if (count == sequence.unread()) add_draw",
+        "if (count + 1 >= sequence.unread()) add_draw"),
+    "chunk skips a token": (
+        SCHEDULER,
+        "    sequence.done += row.count;\n",
+        "    sequence.done += row.count + (row.count == limits_.chunk_tokens && row.count > 8 &&\n"
+        "                                  sequence.unread() > row.count + 1);\n"),
+    "chunk read twice": (
+        SCHEDULER,
+        "    sequence.done += row.count;\n",
+        "    if (row.count != 13 || sequence.unread() == 13) sequence.done += row.count;\n"),
+    "draws handed to neighbours": (
+        SCHEDULER,
+        "const Drawn& answer = drawn[output];",
+        "const Drawn& answer = drawn[drawn.size() - 1 - output];"),
+    "tokens of another row": (
+        SCHEDULER,
+        "batch_.tokens.insert(batch_.tokens.end(), tokens + first, tokens + end);",
+        "batch_.tokens.insert(batch_.tokens.begin(), tokens + first, tokens + end);"),
+    "stop token ignored": (
+        SCHEDULER,
+        "if (sequence.stops_at(answer.token)) {",
+        "if (sequence.stops_at(answer.token) && sequence.drawn() > 1) {"),
+    "only the first stop token known": (
+        SCHEDULER,
+        "return std::ranges::find(request.stop, token) != request.stop.end();",
+        "return !request.stop.empty() && request.stop.front() == token;"),
+    "stop told as length": (
+        SCHEDULER,
+        "sequence.finish = Finish::Stop;",
+        "sequence.finish = Finish::Length;"),
+    "one token too many": (
+        SCHEDULER,
+        "sequence.drawn() >= request.new_tokens",
+        "sequence.drawn() > request.new_tokens"),
+    "step budget exceeded": (
+        SCHEDULER,
+        "std::min({sequence->unread(), limits_.chunk_tokens, room})",
+        "std::min({sequence->unread(), limits_.chunk_tokens, room + (room > 0)})"),
+    "chunk limit ignored": (
+        SCHEDULER,
+        "std::min({sequence->unread(), limits_.chunk_tokens, room})",
+        "std::min({sequence->unread(), room})"),
+    "lone decode row starved by prompts": (
+        SCHEDULER,
+        "if (!sequence->finish && sequence->unread() == 1) add_row(*sequence, 1);",
+        "if (!sequence->finish && sequence->unread() == 1 &&\n"
+        "        (running_.size() < 3 || sequence != running_.back())) add_row(*sequence, 1);"),
+    "last prompt token does not decode": (
+        SCHEDULER,
+        "sequence->unread() > 1 && count > 0",
+        "sequence->unread() > 2 && count > 0"),
+    "first in the queue lost when another is cancelled": (
+        SCHEDULER,
+        "  found->second->finish = Finish::Cancelled;\n",
+        "  found->second->finish = Finish::Cancelled;\n"
+        "  if (!in_step_ && waiting_.size() > 1) waiting_.pop_front();\n"),
+    "cancelled request stays in the queue": (
+        SCHEDULER,
+        "  std::erase_if(waiting_, retire);\n",
+        "  if (!running_.empty()) return;\n  std::erase_if(waiting_, retire);\n"),
+    "cancelled request at the head blocks the queue": (
+        SCHEDULER,
+        "      ++place;\n      continue;\n",
+        "      return;\n"),
+    "cancelled request admitted": (
+        SCHEDULER,
+        "    if (sequence.finish) {\n      ++place;",
+        "    if (sequence.finish == Finish::Deadline) {\n      ++place;"),
+    "token after the cancel": (
+        SCHEDULER,
+        "if (!sequence.finish) take(sequence, output, drawn, emission);",
+        "take(sequence, output, drawn, emission);"),
+    "cancel of a running sequence forgotten": (
+        SCHEDULER,
+        "found->second->finish) return;",
+        "found->second->finish || (in_step_ && found->second->drawn() > 0)) return;"),
+    "deadline not seen in the queue": (
+        SCHEDULER,
+        "  std::ranges::for_each(waiting_, end_late);\n",
+        ""),
+    "deadline not seen while running": (
+        SCHEDULER,
+        "  std::ranges::for_each(running_, end_late);\n",
+        ""),
+    "deadline one tick late": (
+        SCHEDULER,
+        "sequence->request.deadline <= now",
+        "sequence->request.deadline < now"),
+    "deadline told after a cancel": (
+        SCHEDULER,
+        "if (!sequence->finish && sequence->request.deadline <= now) {",
+        "if (sequence->request.deadline <= now) {"),
+    "last emission twice": (
+        SCHEDULER,
+        "if (!sequence->last_emitted) {",
+        "if (!sequence->last_emitted || sequence->finish == Finish::Error) {"),
+    "end of a sequence not told": (
+        SCHEDULER,
+        "if (!sequence->last_emitted) {",
+        "if (!sequence->last_emitted && sequence->slot >= 0) {"),
+    "broken row ends nobody": (
+        SCHEDULER,
+        "    sequence.finish = Finish::Error;\n",
+        ""),
+    "broken row ends every row after it": (
+        SCHEDULER,
+        "    sequence.finish = Finish::Error;\n",
+        "    for (Sequence* other : running_)\n"
+        "      if (!other->finish) other->finish = Finish::Error;\n"),
+    "queue longer than its limit": (
+        SCHEDULER,
+        ">= live_max) return Admission::QueueFull;",
+        "> live_max) return Admission::QueueFull;"),
+    "later arrival first": (
+        SCHEDULER,
+        "return other->request.priority < priority;",
+        "return other->request.priority <= priority;"),
+    "priority upside down": (
+        SCHEDULER,
+        "return other->request.priority < priority;",
+        "return other->request.priority > priority;"),
+    "small request overtakes one that waits for pages": (
+        SCHEDULER,
+        "if (sequence.pages_needed > int64_t(free_pages_.size())) return;",
+        "if (sequence.pages_needed > int64_t(free_pages_.size())) {\n"
+        "      ++place;\n      continue;\n    }"),
+    "position of a draw off by one": (
+        SCHEDULER,
+        ".position = int32_t(sequence.tokens.size()),",
+        ".position = int32_t(sequence.tokens.size()) - 1,"),
+    "seed of the first sequence for all": (
+        SCHEDULER,
+        ".sampling = request.sampling};",
+        ".sampling = running_.front()->request.sampling};"),
+    "edits of an earlier step": (
+        EDITS,
+        "out.assign(edits_.begin(), edits_.end());",
+        "out.insert(out.end(), edits_.begin(), edits_.end());"),
+    "stop tokens allowed one draw early": (
+        SCHEDULER,
+        "sequence.drawn() < request.min_tokens",
+        "sequence.drawn() + 1 < request.min_tokens"),
+    "stop tokens forbidden for ever": (
+        SCHEDULER,
+        "sequence.drawn() < request.min_tokens",
+        "request.min_tokens > 0"),
+    "prompt tokens not penalised": (
+        EDITS,
+        "if (repetition) edits_ = seen_tokens(prompt);",
+        ""),
+    "generated tokens counted once": (
+        EDITS,
+        "++edit.generated;",
+        "edit.generated = 1;"),
+    "presence penalty alone forgotten": (
+        EDITS,
+        " || sampling.presence_penalty != 0;",
+        ";"),
+    "bias lost on a token of the prompt": (
+        EDITS,
+        "edit_of(token, edits_).bias = bias;",
+        "if (!edit_of(token, edits_).seen) edit_of(token, edits_).bias = bias;"),
+    "prompt score off by one": (
+        SCHEDULER,
+        ".target = sequence.tokens[size_t(position)],",
+        ".target = sequence.tokens[size_t(position) - 1],"),
+    "prompt scores end with the chunk": (
+        SCHEDULER,
+        "std::min(end + 1, sequence.prompt_tokens)",
+        "std::min(end, sequence.prompt_tokens)"),
+    "alternatives not asked for": (
+        SCHEDULER,
+        ".position = int32_t(sequence.tokens.size()),\n                .top = request.top_logprobs,",
+        ".position = int32_t(sequence.tokens.size()),\n                .top = 0,"),
+}
