@@ -40,4 +40,9 @@ struct CpuOptions {
 };
 std::unique_ptr<Backend> make_cpu_backend(const CpuOptions& options = {});
 
+// NVIDIA GPUs. In a build without CUDA there are none.
+int cuda_device_count();
+// Null when device is not one of them, or does not start; error then says why.
+std::unique_ptr<Backend> make_cuda_backend(int device, std::string* error);
+
 }  // namespace weir

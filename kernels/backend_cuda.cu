@@ -1,0 +1,270 @@
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "kernels/cuda_util.cuh"
+#include "kernels/matrix_products_cuda.cuh"
+
+namespace weir {
+namespace {
+
+constexpr size_t kAlign = 256;
+constexpr size_t kPinnedBytes = size_t(16) << 20;  // each way
+constexpr size_t kGraphsKept = 256;
+
+void* device_memory(size_t bytes) {
+  void* data = nullptr;
+  const cudaError_t error = cudaMalloc(&data, bytes);
+  if (error != cudaSuccess) {
+    const std::string what = "CUDA: no room for " + std::to_string(bytes) + " bytes: " +
+                             cudaGetErrorString(error);
+    die(__FILE__, __LINE__, what.c_str());
+  }
+  return data;
+}
+
+// Device memory that is only ever handed out, piece after piece, so that tensors adopted one after
+// the other lie next to each other.
+class Arena {
+ public:
+  void* take(size_t bytes) {
+    const size_t used = (bytes + kAlign - 1) / kAlign * kAlign;
+    if (used > size_ - at_) {
+      next_ = std::min(2 * next_, size_t(512) << 20);
+      size_ = std::max(used, next_);
+      blocks_.push_back(device_memory(size_));
+      at_ = 0;
+    }
+    void* data = static_cast<std::byte*>(blocks_.back()) + at_;
+    at_ += used;
+    return data;
+  }
+  ~Arena() {
+    for (void* block : blocks_) cudaFree(block);
+  }
+
+ private:
+  std::vector<void*> blocks_;
+  size_t at_ = 0, size_ = 0, next_ = size_t(4) << 20;
+};
+
+// Page-locked host memory that copies of one step pass through.
+class Pinned {
+ public:
+  Pinned() { WEIR_CUDA_CHECK(cudaMallocHost(&data_, kPinnedBytes)); }
+  ~Pinned() { cudaFreeHost(data_); }
+  bool fits(size_t bytes) const { return bytes <= kPinnedBytes - at_; }
+  void* take(size_t bytes) {
+    void* data = static_cast<std::byte*>(data_) + at_;
+    at_ += std::min(kPinnedBytes - at_, (bytes + 63) / 64 * 64);
+    return data;
+  }
+  void clear() { at_ = 0; }
+
+ private:
+  void* data_ = nullptr;
+  size_t at_ = 0;
+};
+
+// A program that has run before, byte for byte, and its graph from the second run on.
+struct Recorded {
+  std::vector<Op> ops;
+  cudaGraphExec_t graph = nullptr;
+  uint64_t used = 0;  // the run that used it last
+};
+
+class CudaBackend final : public Backend {
+ public:
+  explicit CudaBackend(int device);
+  ~CudaBackend() override;
+  DeviceInfo info() const override;
+  void* allocate(size_t bytes) override;
+  const void* adopt(const void* host, size_t bytes) override;
+  void upload(void* device, const void* host, size_t bytes) override;
+  void download(void* host, const void* device, size_t bytes) override;
+  void copy(void* target, const void* source, size_t bytes) override;
+  void run(const Program& program) override;
+  void finish() override;
+
+ private:
+  struct Pending {
+    void* host;
+    const void* pinned;
+    size_t bytes;
+  };
+  void enqueue(const Program& program);
+  Recorded& recorded(const Program& program, bool& known);
+
+  cudaDeviceProp properties_{};
+  cuda::Context context_;
+  std::unique_ptr<cuda::MatrixProducts> products_;
+  Pinned up_, down_;
+  std::vector<Pending> pending_;
+  // Short vectors apart: the matrices of a layer's projection stay next to each other.
+  Arena matrices_, vectors_;
+  std::map<std::pair<const void*, size_t>, const void*> adopted_;
+  std::vector<void*> allocated_;
+  std::map<std::pair<const Op*, size_t>, Recorded> recorded_;
+  std::vector<const void*> states_;
+  uint64_t runs_ = 0;
+};
+
+CudaBackend::CudaBackend(int device) {
+  WEIR_CUDA_CHECK(cudaGetDeviceProperties(&properties_, device));
+  WEIR_CUDA_CHECK(cudaStreamCreateWithFlags(&context_.stream, cudaStreamNonBlocking));
+  context_.multiprocessors = properties_.multiProcessorCount;
+  context_.compute = properties_.major * 10 + properties_.minor;
+  products_ = cuda::MatrixProducts::load();
+  context_.products = products_.get();
+}
+
+CudaBackend::~CudaBackend() {
+  WEIR_CUDA_CHECK(cudaStreamSynchronize(context_.stream));
+  for (auto& [key, program] : recorded_) {
+    if (program.graph != nullptr) cudaGraphExecDestroy(program.graph);
+  }
+  for (void* block : allocated_) cudaFree(block);
+  cudaStreamDestroy(context_.stream);
+}
+
+DeviceInfo CudaBackend::info() const {
+  size_t free = 0, all = 0;
+  WEIR_CUDA_CHECK(cudaMemGetInfo(&free, &all));
+  return {.name = std::string(properties_.name) + ", CUDA " + std::to_string(properties_.major) +
+                  "." + std::to_string(properties_.minor),
+          .memory_bytes = all,
+          .free_bytes = free};
+}
+
+void* CudaBackend::allocate(size_t bytes) {
+  allocated_.push_back(device_memory(std::max(bytes, size_t(1))));
+  WEIR_CUDA_CHECK(cudaMemsetAsync(allocated_.back(), 0, bytes, context_.stream));
+  return allocated_.back();
+}
+
+const void* CudaBackend::adopt(const void* host, size_t bytes) {
+  const auto [place, fresh] = adopted_.try_emplace({host, bytes});
+  if (!fresh) return place->second;
+  constexpr size_t kVectorMost = 48 * 1024;
+  void* device = (bytes < kVectorMost ? vectors_ : matrices_).take(std::max(bytes, size_t(1)));
+  WEIR_CUDA_CHECK(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, context_.stream));
+  WEIR_CUDA_CHECK(cudaStreamSynchronize(context_.stream));
+  return place->second = device;
+}
+
+void CudaBackend::upload(void* device, const void* host, size_t bytes) {
+  if (bytes == 0) return;
+  const bool staged = bytes <= kPinnedBytes;
+  if (staged) {
+    if (!up_.fits(bytes)) finish();
+    void* pinned = up_.take(bytes);
+    std::memcpy(pinned, host, bytes);
+    host = pinned;
+  }
+  WEIR_CUDA_CHECK(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, context_.stream));
+  if (!staged) finish();  // the caller's memory is free again on return
+}
+
+void CudaBackend::download(void* host, const void* device, size_t bytes) {
+  if (bytes == 0) return;
+  void* target = host;
+  if (bytes <= kPinnedBytes) {
+    if (!down_.fits(bytes)) finish();
+    target = down_.take(bytes);
+    pending_.push_back({host, target, bytes});
+  }
+  WEIR_CUDA_CHECK(
+      cudaMemcpyAsync(target, device, bytes, cudaMemcpyDeviceToHost, context_.stream));
+}
+
+void CudaBackend::copy(void* target, const void* source, size_t bytes) {
+  WEIR_CUDA_CHECK(
+      cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToDevice, context_.stream));
+}
+
+void CudaBackend::enqueue(const Program& program) {
+  context_.follows = false;
+  states_.clear();
+  for (const Op& op : program) {
+    if (const auto* mix = std::get_if<DeltaMix>(&op)) {
+      context_.fresh_state = std::ranges::find(states_, mix->state.data) == states_.end();
+      states_.push_back(mix->state.data);
+    }
+    std::visit([&](const auto& o) { cuda::run(o, context_); }, op);
+  }
+}
+
+// A program is known again by where its ops lie and by every byte of them. Padding bytes may make
+// it look new; they never make two programs look the same.
+Recorded& CudaBackend::recorded(const Program& program, bool& known) {
+  static_assert(std::is_trivially_copyable_v<Op>);
+  const auto [place, fresh] = recorded_.try_emplace({program.data(), program.size()});
+  Recorded& entry = place->second;
+  known = !fresh && std::memcmp(entry.ops.data(), program.data(), program.size() * sizeof(Op)) == 0;
+  if (!known) {
+    if (entry.graph != nullptr) WEIR_CUDA_CHECK(cudaGraphExecDestroy(entry.graph));
+    entry.graph = nullptr;
+    entry.ops.resize(program.size());
+    std::memcpy(static_cast<void*>(entry.ops.data()), program.data(), program.size() * sizeof(Op));
+  }
+  entry.used = ++runs_;
+  if (recorded_.size() > kGraphsKept) {
+    const auto oldest = std::ranges::min_element(
+        recorded_, {}, [](const auto& item) { return item.second.used; });
+    if (oldest->second.graph != nullptr) WEIR_CUDA_CHECK(cudaGraphExecDestroy(oldest->second.graph));
+    recorded_.erase(oldest);
+  }
+  return entry;
+}
+
+void CudaBackend::run(const Program& program) {
+  if (program.empty()) return;
+  bool known = false;
+  Recorded& entry = recorded(program, known);
+  if (!known) return enqueue(program);
+  if (entry.graph == nullptr) {
+    cudaGraph_t graph = nullptr;
+    WEIR_CUDA_CHECK(cudaStreamBeginCapture(context_.stream, cudaStreamCaptureModeThreadLocal));
+    enqueue(program);
+    WEIR_CUDA_CHECK(cudaStreamEndCapture(context_.stream, &graph));
+    WEIR_CUDA_CHECK(cudaGraphInstantiate(&entry.graph, graph, 0));
+    WEIR_CUDA_CHECK(cudaGraphDestroy(graph));
+  }
+  WEIR_CUDA_CHECK(cudaGraphLaunch(entry.graph, context_.stream));
+}
+
+void CudaBackend::finish() {
+  WEIR_CUDA_CHECK(cudaStreamSynchronize(context_.stream));
+  for (const Pending& item : pending_) std::memcpy(item.host, item.pinned, item.bytes);
+  pending_.clear();
+  up_.clear();
+  down_.clear();
+}
+
+}  // namespace
+
+int cuda_device_count() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
+std::unique_ptr<Backend> make_cuda_backend(int device, std::string* error) {
+  const int count = cuda_device_count();
+  if (device < 0 || device >= count) {
+    *error = "CUDA device " + std::to_string(device) + ": expected one of the " +
+             std::to_string(count) + " that the driver shows";
+    return nullptr;
+  }
+  const cudaError_t chosen = cudaSetDevice(device);
+  if (chosen != cudaSuccess) {
+    *error = "CUDA device " + std::to_string(device) + ": " + cudaGetErrorString(chosen);
+    return nullptr;
+  }
+  return std::make_unique<CudaBackend>(device);
+}
+
+}  // namespace weir

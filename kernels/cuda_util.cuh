@@ -1,0 +1,125 @@
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "kernels/check.h"
+#include "kernels/op.h"
+
+#define WEIR_CUDA_CHECK(call)                                                          \
+  do {                                                                                 \
+    const cudaError_t weir_error = (call);                                             \
+    if (weir_error != cudaSuccess) {                                                   \
+      ::weir::die(__FILE__, __LINE__, cudaGetErrorString(weir_error));                 \
+    }                                                                                  \
+  } while (0)
+
+namespace weir::cuda {
+
+class MatrixProducts;  // linear_large_cuda.cu
+
+// What launching an op needs. Owned by the backend.
+struct Context {
+  cudaStream_t stream = nullptr;
+  int multiprocessors = 0;
+  int compute = 0;                     // 90: compute capability 9.0
+  bool follows = false;                // the launch before this one was ours: it may overlap
+  bool fresh_state = true;             // no earlier op of this program wrote this op's state
+  MatrixProducts* products = nullptr;  // null: no cuBLASLt on this machine
+};
+
+void run(const Embed& op, Context& context);
+void run(const Gather& op, Context& context);
+void run(const RmsNorm& op, Context& context);
+void run(const Linear& op, Context& context);
+void run(const Swiglu& op, Context& context);
+void run(const DeltaMix& op, Context& context);
+void run(const Attention& op, Context& context);
+void run(const Sample& op, Context& context);
+
+struct Shape {
+  dim3 grid, block;
+  size_t shared = 0;  // bytes
+  int cluster = 1;    // blocks along x that share their shared memory
+};
+
+// Starts a kernel. A kernel of ours that follows another may start while that one still runs: each
+// begins with wait_for_predecessor(), before which it may touch only what no kernel of the same
+// program writes (weights, the rows' small arrays).
+template <typename... Params, typename... Args>
+void launch(Context& context, const Shape& shape, void (*kernel)(Params...), const Args&... args) {
+  cudaLaunchAttribute attributes[2];
+  unsigned count = 0;
+  if (context.follows && context.compute >= 90) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {unsigned(shape.cluster), 1, 1};
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = shape.shared;
+  config.stream = context.stream;
+  config.attrs = attributes;
+  config.numAttrs = count;
+  WEIR_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Params(args)...));
+  context.follows = true;
+}
+
+// Returns when all earlier kernels of the stream are done and what they wrote can be read. Every
+// kernel calls it, also one with nothing to read: the next one relies on it.
+__device__ inline void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// From here on the next kernel's blocks may take what room this one leaves.
+__device__ inline void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ inline float* at(const Acts& acts, int64_t token) {
+  return acts.data + token * acts.stride;
+}
+__device__ inline float* at(const SlotState& state, Slot slot) {
+  return state.data + int64_t(slot) * state.stride;
+}
+
+// The sum over groups of `lanes` neighbouring lanes, in each of them; lanes a power of two.
+template <int lanes = 32>
+__device__ inline float sum_over_lanes(float value) {
+#pragma unroll
+  for (int step = lanes / 2; step > 0; step /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, step);
+  }
+  return value;
+}
+
+__device__ inline float max_over_lanes(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, step));
+  }
+  return value;
+}
+
+__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+__device__ inline float apply(Activation activation, float x) {
+  switch (activation) {
+    case Activation::None: return x;
+    case Activation::Silu: return x * sigmoid(x);
+    case Activation::Sigmoid: return sigmoid(x);
+    case Activation::Relu: return fmaxf(x, 0.0f);
+    case Activation::EluPlusOne: return x > 0 ? x + 1.0f : expf(x);
+  }
+  return x;
+}
+
+}  // namespace weir::cuda

@@ -1,0 +1,361 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "kernels/linear_cuda.cuh"
+
+namespace weir::cuda {
+namespace {
+
+// y = W x on the tensor cores for a few tokens: the weights are read once, straight into the
+// fragments of the thread that multiplies them.
+//
+// A block computes kRows rows for kTile * 8 tokens; its eight warps share the columns in turn, 32
+// at a time, and blocks of a cluster share them in longer runs. x is split into two bf16 numbers,
+// high + low, so that a product keeps 16 bits of x; sums are float32, in an order that depends on
+// the matrix alone.
+//
+// Columns are permuted inside a run of 32, the same way for W and x: a thread's fragments are eight
+// neighbouring columns, one 16-byte load.
+//
+// Floor: the weights read once.
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kRows = 64, kPieces = kRows / 8;  // 16-byte pieces of one thread and run
+constexpr int kRun = 32;                        // columns
+constexpr int kStages = 3;                      // runs in flight
+constexpr size_t kRingBytes = size_t(kStages) * kPieces * kThreads * 16;
+
+__device__ inline void copy_async(void* shared, const void* global, bool valid) {
+  const auto target = uint32_t(__cvta_generic_to_shared(shared));
+  const int bytes = valid ? 16 : 0;  // the rest is zeros
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ inline void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ inline void multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Two numbers as high + low bf16 pairs.
+__device__ inline void split(float x, float y, uint32_t& high, uint32_t& low) {
+  const __nv_bfloat162 h = __floats2bfloat162_rn(x, y);
+  const float2 back = __bfloat1622float2(h);
+  const __nv_bfloat162 l = __floats2bfloat162_rn(x - back.x, y - back.y);
+  high = reinterpret_cast<const uint32_t&>(h);
+  low = reinterpret_cast<const uint32_t&>(l);
+}
+
+__device__ inline uint32_t cluster_rank() {
+  uint32_t rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+__device__ inline void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "barrier.cluster.arrive.aligned;\n"
+      "barrier.cluster.wait.aligned;" ::
+          : "memory");
+#endif
+}
+// Reads what block `rank` of the cluster has at the place of this block's `mine`.
+__device__ inline float read_peer(const float* mine, uint32_t rank) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t address;
+  float value;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(uint32_t(__cvta_generic_to_shared(mine))), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+#else
+  return *mine;
+#endif
+}
+
+// A row's first element and its bias, or null beyond the last row.
+__device__ inline const char* matrix_row(const Linear& op, int row, int element_bytes) {
+  for (int p = 0; p < op.parts; ++p) {
+    if (row < op.part[p].rows) {
+      return static_cast<const char*>(op.part[p].data) + int64_t(row) * op.in * element_bytes;
+    }
+    row -= op.part[p].rows;
+  }
+  return nullptr;
+}
+__device__ inline float bias_of(const Linear& op, int row) {
+  for (int p = 0; p < op.parts; ++p) {
+    if (row < op.part[p].rows) return op.bias[p] != nullptr ? op.bias[p][row] : 0.0f;
+    row -= op.part[p].rows;
+  }
+  return 0;
+}
+__device__ inline int rows_of(const Linear& op) {
+  int rows = 0;
+  for (int p = 0; p < op.parts; ++p) rows += op.part[p].rows;
+  return rows;
+}
+
+__device__ inline void store(const Linear& op, int row, int token, float value) {
+  float* y = at(op.y, token) + row;
+  value += bias_of(op, row);
+  *y = op.accumulate ? *y + value : value;
+}
+
+// The fragments of x for one run of columns.
+template <int kTile>
+struct Columns {
+  float4 x[kTile][2];
+
+  __device__ void load(const Linear& op, int first_token, int column) {
+    const int token = first_token + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int j = 0; j < kTile; ++j) {
+      const bool valid = token + j * 8 < op.tokens && column < op.in;
+      const auto* from = reinterpret_cast<const float4*>(at(op.x, token + j * 8) + column);
+      x[j][0] = valid ? from[0] : float4{0, 0, 0, 0};
+      x[j][1] = valid ? from[1] : float4{0, 0, 0, 0};
+    }
+  }
+};
+
+// Adds one run: ring[i * kThreads] is row 8 i + lane / 4 of the block, eight columns.
+template <int kTile>
+__device__ inline void add_run(float (&sum)[kRows / 16][kTile][4], const uint4* ring,
+                               const Columns<kTile>& columns) {
+  uint32_t high[kTile][4], low[kTile][4];
+#pragma unroll
+  for (int j = 0; j < kTile; ++j) {
+    const float4 a = columns.x[j][0], b = columns.x[j][1];
+    split(a.x, a.y, high[j][0], low[j][0]);
+    split(a.z, a.w, high[j][1], low[j][1]);
+    split(b.x, b.y, high[j][2], low[j][2]);
+    split(b.z, b.w, high[j][3], low[j][3]);
+  }
+#pragma unroll
+  for (int m = 0; m < kRows / 16; ++m) {
+    const uint4 top = ring[2 * m * kThreads], bottom = ring[(2 * m + 1) * kThreads];
+#pragma unroll
+    for (int j = 0; j < kTile; ++j) {
+      multiply(sum[m][j], top.x, bottom.x, top.y, bottom.y, low[j][0], low[j][1]);
+      multiply(sum[m][j], top.z, bottom.z, top.w, bottom.w, low[j][2], low[j][3]);
+    }
+#pragma unroll
+    for (int j = 0; j < kTile; ++j) {
+      multiply(sum[m][j], top.x, bottom.x, top.y, bottom.y, high[j][0], high[j][1]);
+      multiply(sum[m][j], top.z, bottom.z, top.w, bottom.w, high[j][2], high[j][3]);
+    }
+  }
+}
+
+// The block's sums, added over its warps, in `total` [kRows][kTile * 8 + 1]. `shared` holds
+// the partial sums of at most four tiles of tokens at a time.
+template <int kTile>
+__device__ inline void add_warps(const float (&sum)[kRows / 16][kTile][4], float* shared,
+                                 float* total) {
+  constexpr int kAtOnce = kTile < 4 ? kTile : 4, kWide = kAtOnce * 8, kStride = kWide + 8;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int first = 0; first < kTile; first += kAtOnce) {
+    __syncthreads();  // the ring, or the sums before, have been read
+#pragma unroll
+    for (int m = 0; m < kRows / 16; ++m) {
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        float* to = shared + (warp * kRows + m * 16 + g) * kStride + j * 8 + 2 * t;
+        const float(&s)[4] = sum[m][first + j];
+        *reinterpret_cast<float2*>(to) = {s[0], s[1]};
+        *reinterpret_cast<float2*>(to + 8 * kStride) = {s[2], s[3]};
+      }
+    }
+    __syncthreads();  // every warp's sums are there
+    for (int i = threadIdx.x; i < kRows * kWide; i += kThreads) {
+      const int row = i / kWide, column = i % kWide;
+      float all = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) all += shared[(w * kRows + row) * kStride + column];
+      total[row * (kTile * 8 + 1) + first * 8 + column] = all;
+    }
+  }
+}
+
+template <int kTile>
+__global__ __launch_bounds__(kThreads, kTile <= 4 ? 2 : 1) void linear_kernel(
+    const __grid_constant__ Linear op, int cluster) {
+  extern __shared__ uint4 ring[];  // [kStages][kPieces][kThreads], then the block's sums
+  let_successor_start();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int rank = int(cluster_rank()), rows = rows_of(op);
+  const int first_row = int(blockIdx.x) / cluster * kRows, first_token = blockIdx.y * kTile * 8;
+  const int runs = (op.in + kRun - 1) / kRun, share = (runs + cluster - 1) / cluster;
+  const int end = min(runs, (rank + 1) * share);
+
+  const char* row[kPieces];
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int r = first_row + i * 8 + lane / 4;
+    row[i] = r < rows ? matrix_row(op, r, 2) : nullptr;
+  }
+  const auto fetch = [&](int run, int stage) {
+    const int column = run * kRun + lane % 4 * 8;
+    const bool inside = run < end && column < op.in;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const bool valid = inside && row[i] != nullptr;
+      copy_async(ring + (stage * kPieces + i) * kThreads + threadIdx.x,
+                 valid ? row[i] + int64_t(column) * 2 : op.part[0].data, valid);
+    }
+    copy_commit();
+  };
+
+  int run = rank * share + warp;
+#pragma unroll
+  for (int s = 0; s < kStages; ++s) fetch(run + s * kWarps, s);
+  wait_for_predecessor();
+
+  float sum[kRows / 16][kTile][4] = {};
+  for (int stage = 0; run < end; run += kWarps, stage = (stage + 1) % kStages) {
+    Columns<kTile> columns;
+    columns.load(op, first_token, run * kRun + lane % 4 * 8);
+    copy_wait<kStages - 1>();  // a thread reads only what it has fetched itself: no barrier
+    add_run<kTile>(sum, ring + stage * kPieces * kThreads + threadIdx.x, columns);
+    fetch(run + kStages * kWarps, stage);
+  }
+  copy_wait<0>();
+  float* total = reinterpret_cast<float*>(ring + kStages * kPieces * kThreads);
+  add_warps<kTile>(sum, reinterpret_cast<float*>(ring), total);
+
+  if (cluster > 1) {
+    cluster_barrier();  // every block's sums are there
+  } else {
+    __syncthreads();  // the block's sums are there
+  }
+  const int own = kRows / cluster;  // rows that this block of the cluster adds up
+  for (int i = threadIdx.x; i < own * kTile * 8; i += kThreads) {
+    const int r = rank * own + i % own, token = first_token + i / own;
+    const float* mine = total + r * (kTile * 8 + 1) + i / own;
+    float all = 0;
+    for (int c = 0; c < cluster; ++c) all += read_peer(mine, uint32_t(c));
+    if (token < op.tokens && first_row + r < rows) store(op, first_row + r, token, all);
+  }
+  if (cluster > 1) cluster_barrier();  // no block leaves while its sums are being read
+}
+
+// How many blocks share the columns. Not a function of the tokens: a sum's order must not be.
+int cluster_size(const Context& context, int rows, int in) {
+  if (context.compute < 90) return 1;
+  const int tiles = (rows + kRows - 1) / kRows, runs = (in + kRun - 1) / kRun;
+  int cluster = 1;
+  while (cluster < 8 && 10 * tiles * cluster < 13 * context.multiprocessors &&
+         runs >= 2 * cluster * kWarps) {
+    cluster *= 2;
+  }
+  return cluster;
+}
+
+template <int kTile>
+void start(const Linear& op, int rows, Context& context) {
+  const int cluster = cluster_size(context, rows, op.in);
+  const size_t shared = kRingBytes + size_t(kRows) * (kTile * 8 + 1) * sizeof(float);
+  WEIR_CUDA_CHECK(cudaFuncSetAttribute(linear_kernel<kTile>,
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
+  launch(context,
+         {.grid = dim3((rows + kRows - 1) / kRows * cluster,
+                       (op.tokens + kTile * 8 - 1) / (kTile * 8)),
+          .block = dim3(kThreads),
+          .shared = shared,
+          .cluster = cluster},
+         linear_kernel<kTile>, op, cluster);
+}
+
+// Any dtype, size and alignment: one warp a row, eight tokens at a time, lanes along the columns.
+constexpr int kTokensAtOnce = 8;
+
+__global__ __launch_bounds__(kThreads) void linear_any_kernel(const __grid_constant__ Linear op) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int rows = rows_of(op), lane = threadIdx.x % 32;
+  int row = int(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (row >= rows) return;
+  const int whole_row = row;
+  int p = 0;
+  while (row >= op.part[p].rows) row -= op.part[p++].rows;
+  const Matrix& part = op.part[p];
+  const int64_t begin = int64_t(row) * op.in;
+  const int first = blockIdx.y * kTokensAtOnce;
+  const int count = min(kTokensAtOnce, op.tokens - first);
+  float sum[kTokensAtOnce] = {};
+  for (int i = lane; i < op.in; i += 32) {
+    float w = 0;
+    switch (part.dtype) {
+      case DType::F32: w = static_cast<const float*>(part.data)[begin + i]; break;
+      case DType::BF16:
+        w = __bfloat162float(static_cast<const __nv_bfloat16*>(part.data)[begin + i]);
+        break;
+      case DType::F16: w = __half2float(static_cast<const __half*>(part.data)[begin + i]); break;
+    }
+#pragma unroll
+    for (int j = 0; j < kTokensAtOnce; ++j) {
+      if (j < count) sum[j] += w * at(op.x, first + j)[i];
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kTokensAtOnce; ++j) {
+    const float all = sum_over_lanes(sum[j]);
+    if (lane == 0 && j < count) store(op, whole_row, first + j, all);
+  }
+}
+
+bool fits_tensor_cores(const Linear& op) {
+  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  if (op.in % 8 != 0 || !aligned(op.x.data) || op.x.stride % 4 != 0) return false;
+  return std::all_of(op.part.begin(), op.part.begin() + op.parts, [&](const Matrix& part) {
+    return part.dtype == DType::BF16 && aligned(part.data);
+  });
+}
+
+}  // namespace
+
+int total_rows(const Linear& op) {
+  int rows = 0;
+  for (int p = 0; p < op.parts; ++p) rows += op.part[p].rows;
+  return rows;
+}
+
+void run_small(const Linear& op, Context& context) {
+  const int rows = total_rows(op);
+  if (context.compute < 80 || !fits_tensor_cores(op)) {
+    const dim3 grid((rows + kWarps - 1) / kWarps, (op.tokens + kTokensAtOnce - 1) / kTokensAtOnce);
+    launch(context, {.grid = grid, .block = dim3(kThreads)}, linear_any_kernel, op);
+    return;
+  }
+  if (op.tokens <= 8) return start<1>(op, rows, context);
+  if (op.tokens <= 16) return start<2>(op, rows, context);
+  if (op.tokens <= 32) return start<4>(op, rows, context);
+  start<8>(op, rows, context);
+}
+
+void run(const Linear& op, Context& context) {
+  if (op.tokens == 0 || total_rows(op) == 0) return;
+  if (op.tokens >= kLargeTokens && context.products != nullptr && fits_tensor_cores(op)) {
+    run_large(op, context);
+  } else {
+    run_small(op, context);
+  }
+}
+
+}  // namespace weir::cuda

@@ -1,0 +1,259 @@
+// Linear for many tokens: cuBLASLt, loaded when the program starts and never linked, so that a
+// machine without it still runs (on the kernels of linear_cuda.cu).
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+#include "kernels/linear_cuda.cuh"
+#include "kernels/matrix_products_cuda.cuh"
+
+namespace weir::cuda {
+namespace {
+
+#define WEIR_BLAS_CHECK(call) WEIR_CHECK((call) == CUBLAS_STATUS_SUCCESS)
+
+constexpr int kThreads = 256;
+constexpr int kSmallRows = 256;  // a group of parts below this many rows is left to run_small()
+
+// high + low = x to 16 bits, each [tokens, in] without gaps.
+__global__ __launch_bounds__(kThreads) void split_kernel(Acts x, int in, int tokens,
+                                                         __nv_bfloat16* high,
+                                                         __nv_bfloat16* low) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int i = (blockIdx.x * kThreads + threadIdx.x) * 4;
+  if (i >= in) return;
+  for (int token = blockIdx.y; token < tokens; token += gridDim.y) {
+    const float4 v = *reinterpret_cast<const float4*>(at(x, token) + i);
+    const __nv_bfloat162 h[2] = {__floats2bfloat162_rn(v.x, v.y), __floats2bfloat162_rn(v.z, v.w)};
+    const float2 a = __bfloat1622float2(h[0]), b = __bfloat1622float2(h[1]);
+    const __nv_bfloat162 l[2] = {__floats2bfloat162_rn(v.x - a.x, v.y - a.y),
+                                 __floats2bfloat162_rn(v.z - b.x, v.w - b.y)};
+    const int64_t to = int64_t(token) * in + i;
+    *reinterpret_cast<uint2*>(high + to) = reinterpret_cast<const uint2&>(h);
+    *reinterpret_cast<uint2*>(low + to) = reinterpret_cast<const uint2&>(l);
+  }
+}
+
+__global__ __launch_bounds__(kThreads) void bias_kernel(Acts y, const float* bias, int rows,
+                                                        int tokens) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= rows) return;
+  for (int token = blockIdx.y; token < tokens; token += gridDim.y) at(y, token)[i] += bias[i];
+}
+
+dim3 grid_over(int columns, int tokens) {
+  return dim3((columns + kThreads - 1) / kThreads, std::min(tokens, 65535));
+}
+
+}  // namespace
+
+// One product's shape: y [rows x tokens] = W' [rows x in] x [in x tokens], column-major.
+struct MatrixProducts::Shape {
+  int rows = 0, in = 0, tokens = 0;
+  int64_t stride = 0;
+  auto operator<=>(const Shape&) const = default;
+};
+
+struct MatrixProducts::Plan {
+  cublasLtMatrixLayout_t w = nullptr, x = nullptr, y = nullptr;
+  cublasLtMatmulAlgo_t algo{};
+};
+
+struct MatrixProducts::Library {
+  decltype(&cublasLtCreate) create;
+  decltype(&cublasLtDestroy) destroy;
+  decltype(&cublasLtMatmulDescCreate) desc_create;
+  decltype(&cublasLtMatmulDescDestroy) desc_destroy;
+  decltype(&cublasLtMatmulDescSetAttribute) desc_set;
+  decltype(&cublasLtMatrixLayoutCreate) layout_create;
+  decltype(&cublasLtMatrixLayoutDestroy) layout_destroy;
+  decltype(&cublasLtMatmulPreferenceCreate) preference_create;
+  decltype(&cublasLtMatmulPreferenceDestroy) preference_destroy;
+  decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set;
+  decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic;
+  decltype(&cublasLtMatmul) matmul;
+};
+
+std::unique_ptr<MatrixProducts> MatrixProducts::load() {
+  void* file = dlopen("libcublasLt.so.13", RTLD_NOW | RTLD_LOCAL);
+  if (file == nullptr) return nullptr;
+  auto library = std::make_unique<Library>();
+  bool complete = true;
+  const auto find = [&](auto& function, const char* symbol) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(file, symbol));
+    complete = complete && function != nullptr;
+  };
+  find(library->create, "cublasLtCreate");
+  find(library->destroy, "cublasLtDestroy");
+  find(library->desc_create, "cublasLtMatmulDescCreate");
+  find(library->desc_destroy, "cublasLtMatmulDescDestroy");
+  find(library->desc_set, "cublasLtMatmulDescSetAttribute");
+  find(library->layout_create, "cublasLtMatrixLayoutCreate");
+  find(library->layout_destroy, "cublasLtMatrixLayoutDestroy");
+  find(library->preference_create, "cublasLtMatmulPreferenceCreate");
+  find(library->preference_destroy, "cublasLtMatmulPreferenceDestroy");
+  find(library->preference_set, "cublasLtMatmulPreferenceSetAttribute");
+  find(library->heuristic, "cublasLtMatmulAlgoGetHeuristic");
+  find(library->matmul, "cublasLtMatmul");
+  if (!complete) {
+    dlclose(file);
+    return nullptr;
+  }
+  return std::unique_ptr<MatrixProducts>(new MatrixProducts(file, std::move(library)));
+}
+
+MatrixProducts::MatrixProducts(void* file, std::unique_ptr<Library> library)
+    : file_(file), library_(std::move(library)) {
+  WEIR_BLAS_CHECK(library_->create(&handle_));
+  WEIR_BLAS_CHECK(library_->desc_create(&desc_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  const cublasOperation_t transposed = CUBLAS_OP_T;
+  WEIR_BLAS_CHECK(library_->desc_set(desc_, CUBLASLT_MATMUL_DESC_TRANSA, &transposed,
+                                     sizeof transposed));
+  WEIR_CUDA_CHECK(cudaMalloc(&workspace_, kWorkspaceBytes));
+  WEIR_CUDA_CHECK(cudaMalloc(&split_, kSplitBytes));
+}
+
+MatrixProducts::~MatrixProducts() {
+  for (auto& [shape, plan] : plans_) {
+    for (cublasLtMatrixLayout_t layout : {plan.w, plan.x, plan.y}) {
+      library_->layout_destroy(layout);
+    }
+  }
+  library_->desc_destroy(desc_);
+  library_->destroy(handle_);
+  cudaFree(workspace_);
+  cudaFree(split_);
+  dlclose(file_);
+}
+
+const MatrixProducts::Plan& MatrixProducts::plan(const Shape& shape) {
+  if (const auto found = plans_.find(shape); found != plans_.end()) return found->second;
+  Plan made;
+  const auto layout = [&](cublasLtMatrixLayout_t& to, cudaDataType type, int rows, int columns,
+                          int64_t stride) {
+    WEIR_BLAS_CHECK(library_->layout_create(&to, type, uint64_t(rows), uint64_t(columns), stride));
+  };
+  layout(made.w, CUDA_R_16BF, shape.in, shape.rows, shape.in);
+  layout(made.x, CUDA_R_16BF, shape.in, shape.tokens, shape.in);
+  layout(made.y, CUDA_R_32F, shape.rows, shape.tokens, shape.stride);
+  cublasLtMatmulPreference_t preference = nullptr;
+  WEIR_BLAS_CHECK(library_->preference_create(&preference));
+  const size_t bytes = kWorkspaceBytes;
+  WEIR_BLAS_CHECK(library_->preference_set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                           &bytes, sizeof bytes));
+  const uint32_t aligned = 16;
+  for (const auto attribute :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+    WEIR_BLAS_CHECK(library_->preference_set(preference, attribute, &aligned, sizeof aligned));
+  }
+  cublasLtMatmulHeuristicResult_t result{};
+  int found = 0;
+  WEIR_BLAS_CHECK(library_->heuristic(handle_, desc_, made.w, made.x, made.y, made.y, preference,
+                                      1, &result, &found));
+  WEIR_CHECK(found == 1);
+  library_->preference_destroy(preference);
+  made.algo = result.algo;
+  return plans_.emplace(shape, made).first->second;
+}
+
+void MatrixProducts::split(const Acts& x, int in, int tokens, Context& context) {
+  const dim3 grid((in / 4 + kThreads - 1) / kThreads, std::min(tokens, 65535));
+  launch(context, {.grid = grid, .block = dim3(kThreads)}, split_kernel, x, in, tokens,
+         static_cast<__nv_bfloat16*>(split_), static_cast<__nv_bfloat16*>(split_) + int64_t(tokens) * in);
+}
+
+void MatrixProducts::multiply(const void* weights, int rows, int in, int tokens, bool accumulate,
+                              const Acts& y, Context& context) {
+  const Plan& use = plan({rows, in, tokens, y.stride});
+  const auto* high = static_cast<const __nv_bfloat16*>(split_);
+  const float one = 1, zero = 0;
+  for (const auto* x : {high + int64_t(tokens) * in, high}) {
+    const float* beta = accumulate ? &one : &zero;
+    WEIR_BLAS_CHECK(library_->matmul(handle_, desc_, &one, weights, use.w, x, use.x, beta, y.data,
+                                     use.y, y.data, use.y, &use.algo, workspace_, kWorkspaceBytes,
+                                     context.stream));
+    accumulate = true;
+  }
+  context.follows = false;
+}
+
+namespace {
+
+// Consecutive parts that lie next to each other in memory are one matrix.
+struct Group {
+  int first = 0, count = 0, rows = 0;
+};
+
+Group group_at(const Linear& op, int first) {
+  Group group{first, 1, op.part[first].rows};
+  const char* end = static_cast<const char*>(op.part[first].data) + op.part[first].bytes();
+  while (first + group.count < op.parts && op.part[first + group.count].data == end) {
+    const Matrix& next = op.part[first + group.count++];
+    group.rows += next.rows;
+    end += next.bytes();
+  }
+  return group;
+}
+
+bool fits(const Linear& op, const Group& group, int row) {
+  return group.rows >= kSmallRows && group.rows % 4 == 0 && row % 4 == 0 && op.y.stride % 4 == 0 &&
+         reinterpret_cast<uintptr_t>(op.y.data) % 16 == 0;
+}
+
+Linear part_of(const Linear& op, const Group& group, int row) {
+  Linear part{.tokens = op.tokens, .in = op.in, .parts = group.count,
+              .accumulate = op.accumulate, .x = op.x, .y = {op.y.data + row, op.y.stride}};
+  for (int p = 0; p < group.count; ++p) {
+    part.part[p] = op.part[group.first + p];
+    part.bias[p] = op.bias[group.first + p];
+  }
+  return part;
+}
+
+void run_tokens(const Linear& op, Context& context) {
+  context.products->split(op.x, op.in, op.tokens, context);
+  int row = 0;
+  for (Group group; group.first + group.count < op.parts || group.count == 0;) {
+    group = group_at(op, group.first + group.count);
+    const Linear part = part_of(op, group, row);
+    row += group.rows;
+    if (!fits(op, group, row - group.rows)) {
+      run_small(part, context);
+      continue;
+    }
+    context.products->multiply(part.part[0].data, group.rows, op.in, op.tokens, op.accumulate,
+                               part.y, context);
+    int below = 0;
+    for (int p = 0; p < part.parts; below += part.part[p++].rows) {
+      if (part.bias[p] == nullptr) continue;
+      const Acts y{part.y.data + below, part.y.stride};
+      launch(context,
+             {.grid = grid_over(part.part[p].rows, op.tokens), .block = dim3(kThreads)},
+             bias_kernel, y, part.bias[p], part.part[p].rows, op.tokens);
+    }
+  }
+}
+
+}  // namespace
+
+void run_large(const Linear& op, Context& context) {
+  const int most = int(MatrixProducts::kSplitBytes / (size_t(op.in) * 4));
+  WEIR_CHECK(most > 0);
+  for (int first = 0; first < op.tokens; first += most) {
+    Linear some = op;
+    some.tokens = std::min(most, op.tokens - first);
+    some.x.data += first * op.x.stride;
+    some.y.data += first * op.y.stride;
+    run_tokens(some, context);
+  }
+}
+
+}  // namespace weir::cuda
