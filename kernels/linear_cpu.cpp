@@ -7,10 +7,9 @@
 namespace weir::cpu {
 namespace {
 
-// Weights that one claim of a thread covers: enough to stream, and well below the share of one
-// thread, so that threads end together even when one of them loses its core for a while.
-constexpr int64_t kClaimBytes = 128 * 1024;
-constexpr int64_t kClaimsPerThread = 8;
+// Claims of a thread halve from one to the next: the first are long enough to stream memory, the
+// last short enough for all threads to end together, even when one lost its core for a while.
+constexpr int64_t kHalvings = 4;
 // Below this a claim takes less time than handing it out.
 constexpr int64_t kClaimProducts = 32 * 1024;
 
@@ -68,23 +67,37 @@ void run_rows(const Linear& op, const DenseSimd& simd, int64_t begin, int64_t en
   }
 }
 
+// Where claim number `claim` begins, as a share of all rows: `threads` claims cover the first half,
+// as many the next quarter, and so on; as many as the last ones cover what is left.
+double share_before(int64_t claim, int64_t threads, int64_t halvings) {
+  const int64_t round = std::min(claim / threads, halvings);
+  const double left = 1.0 / double(int64_t{1} << round);
+  const double next = round == halvings ? left : left / 2;
+  return 1.0 - left + next * double(claim - round * threads) / double(threads);
+}
+
 }  // namespace
 
 void run(const Linear& op, const Context& context) {
   WEIR_CHECK(op.parts >= 0 && op.parts <= Linear::kParts);
   if (context.plain) return run_plain(op);
 
-  const int64_t rows = total_rows(op), tile = context.simd.dense->linear_rows(op.tokens);
-  const int64_t row_bytes = std::max<int64_t>(1, op.in * int64_t(size_of(op.part[0].dtype)));
-  const int64_t row_products = std::max<int64_t>(1, int64_t(op.in) * op.tokens);
-  int64_t grain = std::min(kClaimBytes / row_bytes,
-                           rows / (kClaimsPerThread * context.pool.threads()));
-  grain = std::max(grain, (kClaimProducts + row_products - 1) / row_products);
-  grain = (grain + tile - 1) / tile * tile;
+  const DenseSimd& simd = *context.simd.dense;
+  const int64_t rows = total_rows(op), tile = simd.linear_rows(op.tokens);
+  const int64_t threads = context.pool.threads();
+  const auto least = std::max(1.0, double(kClaimProducts) / (double(op.in) * op.tokens + 1));
+  int64_t halvings = kHalvings;
+  while (halvings >= 0 && double(rows) < least * double(threads << halvings)) --halvings;
+  if (halvings < 0 || threads == 1) return run_rows(op, simd, 0, rows);
+
+  const int64_t claims = (halvings + 1) * threads;
+  const auto begin_of = [&](int64_t claim) {
+    if (claim == claims) return rows;
+    return int64_t(double(rows) * share_before(claim, threads, halvings)) / tile * tile;
+  };
   context.pool.parallel_for(
-      rows,
-      [&](int64_t begin, int64_t end) { run_rows(op, *context.simd.dense, begin, end); },
-      grain);
+      claims,
+      [&](int64_t begin, int64_t end) { run_rows(op, simd, begin_of(begin), begin_of(end)); }, 1);
 }
 
 }  // namespace weir::cpu
