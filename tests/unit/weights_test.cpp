@@ -4,31 +4,15 @@
 
 #include "engine/read_spec.h"
 #include "tests/unit/checkpoint_writer.h"
+#include "tests/unit/host_backend.h"
 
 namespace weir {
 namespace {
 
 using nlohmann::json;
+using test::HostBackend;
 using test::TemporaryFolder;
 using test::TestTensors;
-
-// The host as a device, which counts what it was given.
-class HostBackend final : public Backend {
- public:
-  int adopted = 0;
-
-  DeviceInfo info() const override { return {.name = "host"}; }
-  void* allocate(size_t) override { return nullptr; }
-  const void* adopt(const void* host, size_t) override {
-    ++adopted;
-    return host;
-  }
-  void upload(void*, const void*, size_t) override {}
-  void download(void*, const void*, size_t) override {}
-  void copy(void*, const void*, size_t) override {}
-  void run(const Program&) override {}
-  void finish() override {}
-};
 
 // A loaded checkpoint, or why it was refused.
 struct Loaded {
