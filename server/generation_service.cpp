@@ -88,6 +88,7 @@ GenerationService::GenerationService(const ServedModel& model, const CallSupport
 grpc::ServerWriteReactor<grpc::ByteBuffer>* GenerationService::Generate(
     grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
   const Nanoseconds received = Engine::now();
+  if (!request->Valid()) return new Refused(no_message(Method::Generate));
   google::protobuf::Arena arena;
   auto& message = *google::protobuf::Arena::CreateMessage<v1::GenerateRequest>(&arena);
   const ParseProblem problem = parse(*request, message);
@@ -133,12 +134,22 @@ Status GenerationService::not_open(Method method) {
   return {StatusCode::UNAVAILABLE, draining ? "the server is going down" : "not ready yet"};
 }
 
+// A call may be over before its message has come, or because the message was too long.
+Status GenerationService::no_message(Method method) {
+  support_.metrics.request_ended(method, Outcome::Cancelled);
+  return {StatusCode::CANCELLED, "the call ended before its message had come"};
+}
+
 template <typename RequestMessage, typename ResponseMessage, typename Answer>
 grpc::ServerUnaryReactor* GenerationService::unary(Method method,
                                                    grpc::CallbackServerContext* context,
                                                    const grpc::ByteBuffer* request,
                                                    grpc::ByteBuffer* response, Answer answer) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  if (!request->Valid()) {
+    reactor->Finish(no_message(method));
+    return reactor;
+  }
   if (Status status = not_open(method); !status.ok()) {
     reactor->Finish(status);
     return reactor;

@@ -35,6 +35,7 @@ class GenerationService final
  private:
   grpc::ServerWriteReactor<grpc::ByteBuffer>* refuse(Method method, const grpc::Status& status);
   grpc::Status not_open(Method method);
+  grpc::Status no_message(Method method);
   template <typename RequestMessage, typename ResponseMessage, typename Answer>
   grpc::ServerUnaryReactor* unary(Method method, grpc::CallbackServerContext* context,
                                   const grpc::ByteBuffer* request, grpc::ByteBuffer* response,

@@ -9,6 +9,12 @@
 namespace weir {
 namespace {
 
+// Whole numbers in full, others to six digits.
+std::string number(double value) {
+  const bool whole = std::abs(value) < 1e15 && value == std::floor(value);
+  return whole ? absl::StrCat(int64_t(value)) : absl::StrCat(value);
+}
+
 // An interval as the messages write it.
 struct Range {
   double low = 0, high = 0;
@@ -18,7 +24,7 @@ struct Range {
     return (low_open ? value > low : value >= low) && value <= high;
   }
   std::string text() const {
-    return absl::StrCat(low_open ? "(" : "[", low, ", ", high, "]");
+    return absl::StrCat(low_open ? "(" : "[", number(low), ", ", number(high), "]");
   }
 };
 
@@ -58,7 +64,7 @@ class Reader {
 
   void check(const char* field, double value, const Range& range) {
     if (!range.holds(value)) {
-      refuse(field, absl::StrCat("expected ", range.text(), ", found ", value));
+      refuse(field, absl::StrCat("expected ", range.text(), ", found ", number(value)));
     }
   }
   void check_count(const char* field, int64_t count, int64_t max) {

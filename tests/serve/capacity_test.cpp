@@ -1,0 +1,107 @@
+// How many sequences fit is arithmetic, and known before anything is loaded.
+#include "server/capacity.h"
+
+#include <gtest/gtest.h>
+
+namespace weir {
+namespace {
+
+constexpr size_t kMib = size_t(1) << 20;
+
+ModelSpec recurrent_spec() {
+  ModelSpec spec{.vocab = 100};
+  const DeltaMixer mixer{.key_heads = 4, .value_heads = 4, .key_dim = 128, .value_dim = 128};
+  spec.layers.assign(4, LayerSpec{.mixer = mixer});
+  return spec;
+}
+ModelSpec hybrid_spec() {
+  ModelSpec spec = recurrent_spec();
+  spec.layers.push_back({.mixer = AttentionMixer{.heads = 4, .kv_heads = 2, .head_dim = 64}});
+  return spec;
+}
+
+CapacityGiven given(size_t free_mib) {
+  return {.free_bytes = free_mib * kMib, .weights_bytes = 10 * kMib,
+          .workspace_bytes = [](const Limits& limits) { return size_t(limits.step_tokens) * 1024; }};
+}
+
+std::string all(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const std::string& line : lines) text += line + "\n";
+  return text;
+}
+
+TEST(Capacity, PlentyOfMemoryGivesTheDefault) {
+  const auto plan = plan_capacity(recurrent_spec(), {}, given(10'000));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->limits.slots, 64);
+  EXPECT_EQ(plan->limits.pages, 0);
+  EXPECT_EQ(plan->limits.step_tokens, 512);
+  EXPECT_EQ(all(plan->lines).find("clamped"), std::string::npos);
+}
+
+// What fits is counted out, to the last slot.
+TEST(Capacity, ClampedToWhatFits) {
+  const size_t slot = state_size(recurrent_spec()).slot();
+  const CapacityAsked asked{.slots = 10'000, .state_bytes = 20 * slot + slot / 2};
+  const auto plan = plan_capacity(recurrent_spec(), asked, given(10'000));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->limits.slots, 20);
+  EXPECT_NE(all(plan->lines).find("asked for 10000 slots, possible 20"), std::string::npos)
+      << all(plan->lines);
+}
+
+TEST(Capacity, StrictRefuses) {
+  const CapacityAsked asked{.slots = 10'000, .state_bytes = 20 * kMib, .strict = true};
+  const auto plan = plan_capacity(recurrent_spec(), asked, given(10'000));
+  ASSERT_FALSE(plan.ok());
+  EXPECT_NE(plan.status().message().find("asked for 10000 slots"), absl::string_view::npos);
+}
+
+TEST(Capacity, NotOneSequenceFits) {
+  const auto plan = plan_capacity(recurrent_spec(), {.state_bytes = 1000}, given(10'000));
+  ASSERT_FALSE(plan.ok());
+  EXPECT_NE(plan.status().message().find("one sequence needs"), absl::string_view::npos);
+}
+
+TEST(Capacity, WeightsThatDoNotFit) {
+  const auto plan = plan_capacity(recurrent_spec(), {}, given(11));
+  ASSERT_FALSE(plan.ok());
+  EXPECT_NE(plan.status().message().find("the weights need 10.0 MiB"), absl::string_view::npos);
+}
+
+// Everything planned is within what is free, whatever is asked.
+TEST(Capacity, NeverMoreThanThereIs) {
+  for (const ModelSpec& spec : {recurrent_spec(), hybrid_spec()}) {
+    for (const int32_t slots : {0, 1, 5, 64, 10'000}) {
+      for (const size_t state_mib : {0, 20, 64, 1'000'000}) {
+        for (const int32_t pages : {0, 1, 1 << 24}) {
+          const CapacityAsked asked{
+              .slots = slots, .kv_pages = pages, .state_bytes = state_mib * kMib};
+          const auto plan = plan_capacity(spec, asked, given(200));
+          ASSERT_TRUE(plan.ok()) << plan.status();
+          const size_t states = size_t(plan->limits.slots) * plan->size.slot() +
+                                size_t(plan->limits.pages) * plan->page_bytes;
+          EXPECT_LE(states, plan->state_budget);
+          EXPECT_LE(states + plan->workspace_bytes + 10 * kMib, 200 * kMib);
+          EXPECT_GE(plan->limits.step_tokens, plan->limits.slots);
+          EXPECT_GE(plan->limits.slots, 1);
+          if (plan->page_bytes > 0) {
+            EXPECT_GE(plan->limits.pages, 1);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Capacity, MoreSlotsThanStepTokensRaiseTheStep) {
+  const CapacityAsked asked{.slots = 30, .step_tokens = 8, .chunk_tokens = 256};
+  const auto plan = plan_capacity(recurrent_spec(), asked, given(10'000));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->limits.step_tokens, 30);
+  EXPECT_EQ(plan->limits.chunk_tokens, 30);
+}
+
+}  // namespace
+}  // namespace weir
