@@ -1,0 +1,136 @@
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "kernels/check.h"
+#include "kernels/cpu.h"
+#include "kernels/mixer_math.h"
+
+namespace weir::cpu {
+namespace {
+
+// A row's three convolutions. Their history entries lie side by side.
+struct Streams {
+  ConvStream q, k, v;
+};
+
+Streams streams(const DeltaMix& op, const RowRun& row) {
+  const int64_t keys = int64_t(op.key_heads) * op.key_dim;
+  const int64_t values = int64_t(op.value_heads) * op.value_dim;
+  const auto stream = [&](const Acts& in, const float* taps, const float* bias, int64_t at) {
+    ConvStream made{.width = op.conv_width, .taps = taps, .bias = bias,
+                    .in = {in.at(row.begin), in.stride}};
+    if (op.conv_width > 1) {
+      made.history = op.history.at(row.slot) + at;
+      made.history_stride = 2 * keys + values;
+      made.fresh = row.fresh();
+    }
+    return made;
+  };
+  return {.q = stream(op.q, op.conv_q, op.conv_q_bias, 0),
+          .k = stream(op.k, op.conv_k, op.conv_k_bias, keys),
+          .v = stream(op.v, op.conv_v, op.conv_v_bias, 2 * keys)};
+}
+
+int64_t state_floats(const DeltaMix& op) { return int64_t(op.value_dim) * op.key_dim; }
+
+// One head's q or k: activated, then normalised.
+std::vector<double> plain_key(const DeltaMix& op, const ConvStream& stream, int32_t t,
+                              int64_t key_head) {
+  std::vector<double> x(size_t(op.key_dim));
+  double sum = 0, squares = 0;
+  for (int64_t i = 0; i < op.key_dim; ++i) {
+    double& one = x[size_t(i)];
+    one = activate(op.qk_activation, stream.output(t, key_head * op.key_dim + i));
+    sum += one;
+    squares += one * one;
+  }
+  const double scale = op.qk_norm == QkNorm::L2 ? l2_scale(squares) : 1 / sum;
+  for (double& one : x) one *= scale;
+  return x;
+}
+
+// S = S diag(exp g)
+void plain_decay(const DeltaMix& op, int64_t token, int64_t value_head, float* S) {
+  if (op.decay == Decay::None) return;
+  const int64_t K = op.key_dim, head = value_head * op.decay_heads / op.value_heads;
+  for (int64_t i = 0; i < K; ++i) {
+    const int64_t channel = op.decay == Decay::PerHead ? head : head * K + i;
+    const double x = double(op.decay_in.at(token)[channel]) + double(op.dt_bias[channel]);
+    const double g = log_decay(x, double(op.decay_a[head]), double(op.lower_bound));
+    for (int64_t j = 0; j < op.value_dim; ++j) S[j * K + i] = float(S[j * K + i] * std::exp(g));
+  }
+}
+
+// out = rms(o) * norm_weight [* gate_act(gate)]
+void plain_out(const DeltaMix& op, int64_t token, int64_t value_head,
+               const std::vector<double>& o) {
+  double squares = 0;
+  for (const double one : o) squares += one * one;
+  const double scale = rms_scale(squares, op.value_dim, double(op.norm_eps));
+  const int64_t offset = value_head * op.value_dim;
+  for (int64_t j = 0; j < op.value_dim; ++j) {
+    double out = o[size_t(j)] * scale * double(op.norm_weight[j]);
+    if (op.gate) out *= activate(op.gate_activation, double(op.gate.at(token)[offset + j]));
+    op.out.at(token)[offset + j] = float(out);
+  }
+}
+
+// One token of one value head, as the header's formulas read.
+void plain_step(const DeltaMix& op, const Streams& in, const RowRun& row, int32_t t,
+                int64_t value_head) {
+  const int64_t K = op.key_dim, V = op.value_dim, token = row.begin + t;
+  const int64_t key_head = value_head * op.key_heads / op.value_heads;
+  float* const S = op.state.at(row.slot) + value_head * state_floats(op);
+  const std::vector<double> q = plain_key(op, in.q, t, key_head);
+  const std::vector<double> k = plain_key(op, in.k, t, key_head);
+  const double beta_gate = op.beta ? sigmoid(double(op.beta.at(token)[value_head])) : 1.0;
+  const double beta = double(op.beta_scale) * beta_gate;
+
+  plain_decay(op, token, value_head, S);
+  std::vector<double> o(size_t(V), 0.0);
+  for (int64_t j = 0; j < V; ++j) {
+    const double v = activate(Activation::Silu, in.v.output(t, value_head * V + j));
+    double recalled = 0;
+    for (int64_t i = 0; i < K; ++i) {
+      const double erase =
+          op.erase ? double(op.beta_scale) * sigmoid(double(op.erase.at(token)[key_head * K + i]))
+                   : 1.0;
+      recalled += double(S[j * K + i]) * erase * k[size_t(i)];
+    }
+    const double u = op.erase
+                         ? sigmoid(double(op.write.at(token)[value_head * V + j])) * v - recalled
+                         : beta * (v - recalled);
+    for (int64_t i = 0; i < K; ++i) {
+      S[j * K + i] = float(double(S[j * K + i]) + u * k[size_t(i)]);
+      o[size_t(j)] += double(S[j * K + i]) * q[size_t(i)] / std::sqrt(double(K));
+    }
+  }
+  plain_out(op, token, value_head, o);
+}
+
+void run_plain(const DeltaMix& op) {
+  for (int32_t r = 0; r < op.rows.count; ++r) {
+    const RowRun row(op.rows, r);
+    if (row.empty()) continue;
+    const Streams in = streams(op, row);
+    float* const state = op.state.at(row.slot);
+    if (row.fresh()) std::fill_n(state, op.value_heads * state_floats(op), 0.0f);
+    for (int32_t t = 0; t < row.count; ++t) {
+      for (int64_t j = 0; j < op.value_heads; ++j) plain_step(op, in, row, t, j);
+    }
+    in.q.remember(row.count, int64_t(op.key_heads) * op.key_dim);
+    in.k.remember(row.count, int64_t(op.key_heads) * op.key_dim);
+    in.v.remember(row.count, int64_t(op.value_heads) * op.value_dim);
+  }
+}
+
+}  // namespace
+
+void run(const DeltaMix& op, const Context&) {
+  WEIR_CHECK(op.key_heads > 0 && op.value_heads % op.key_heads == 0);
+  WEIR_CHECK(bool(op.erase) == bool(op.write));
+  run_plain(op);
+}
+
+}  // namespace weir::cpu
