@@ -17,7 +17,7 @@
 #include "absl/flags/flag.h"
 #include "clients/command_line.h"
 #include "clients/health.h"
-#include "clients/signal_watch.h"
+#include "clients/interrupt_watch.h"
 #include "clients/status_text.h"
 #include "clients/text_file.h"
 #include "clients/utf8.h"
@@ -253,7 +253,7 @@ int ask(int argc, char** argv) {
 
   std::signal(SIGPIPE, SIG_IGN);  // a closed pipe is an error of write(), not our end
   std::atomic<grpc::ClientContext*> running = nullptr;
-  SignalWatch watch([&running] {
+  InterruptWatch watch([&running] {
     if (running == nullptr) std::_Exit(128 + SIGINT);
     running.load()->TryCancel();
   });

@@ -7,7 +7,13 @@
 namespace weir {
 
 // grpc.health.v1.HealthCheckResponse.ServingStatus, and Unreachable when there was no answer.
-enum class Health { Unreachable = -1, Unknown = 0, Serving = 1, NotServing = 2, ServiceUnknown = 3 };
+enum class Health {
+  Unreachable = -1,
+  Unknown = 0,
+  Serving = 1,
+  NotServing = 2,
+  ServiceUnknown = 3
+};
 
 // Asks once, for "" (the process) or a service's full name.
 Health check_health(const std::shared_ptr<grpc::Channel>& channel, const std::string& service,

@@ -18,7 +18,7 @@
 #include "absl/flags/flag.h"
 #include "clients/command_line.h"
 #include "clients/load_run.h"
-#include "clients/signal_watch.h"
+#include "clients/interrupt_watch.h"
 #include "clients/status_text.h"
 #include "clients/text_file.h"
 #include "clients/utf8.h"
@@ -224,7 +224,7 @@ int load(int argc, char** argv) {
       length_flag("answer_tokens", absl::GetFlag(FLAGS_answer_tokens));
 
   std::atomic<LoadRun*> running = nullptr;
-  SignalWatch watch([&running] {
+  InterruptWatch watch([&running] {
     if (running == nullptr) std::_Exit(130);
     running.load()->interrupt();
   });

@@ -17,7 +17,7 @@ TEST_P(Case02, ChunkSizesDoNotShow) {
   request.mutable_output()->set_prompt_logprobs(true);
   Answer first;
   for (const std::string chunk : {"1", "7", "63", "64", "65", "256", "65536"}) {
-    ServerProcess server(vectors(GetParam()),
+    TestServer server(vectors(GetParam()),
                          {"--slots=2", "--step_tokens=65536", "--chunk_tokens=" + chunk});
     ASSERT_TRUE(server.serving()) << server.output();
     const Answer answer = Client(server).generate(request);

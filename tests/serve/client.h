@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "tests/serve/server_process.h"
+#include "tests/serve/test_server.h"
 #include "weir/v1/generation.grpc.pb.h"
 
 namespace weir::testing {
@@ -125,7 +125,7 @@ using Calls = std::vector<std::unique_ptr<Call>>;
 
 class Client {
  public:
-  explicit Client(const ServerProcess& server)
+  explicit Client(const TestServer& server)
       : channel_(grpc::CreateChannel(server.address(), grpc::InsecureChannelCredentials())),
         stub_(v1::Generation::NewStub(channel_)),
         metrics_address_(server.metrics_address()) {}
@@ -147,13 +147,13 @@ class Client {
     EXPECT_TRUE(stub_->GetModel(&context, v1::GetModelRequest(), &response).ok());
     return response;
   }
-  v1::TokenizeResponse tokenize(const std::string& text) const {
+  std::vector<v1::TokenPiece> tokenize(const std::string& text) const {
     grpc::ClientContext context;
     v1::TokenizeRequest request;
     request.set_text(text);
     v1::TokenizeResponse response;
     EXPECT_TRUE(stub_->Tokenize(&context, request, &response).ok());
-    return response;
+    return {response.tokens().begin(), response.tokens().end()};
   }
   std::string detokenize(const Ids& ids) const {
     grpc::ClientContext context;

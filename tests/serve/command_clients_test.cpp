@@ -31,7 +31,7 @@ bool contains(const Ran& ran, const std::string& text) {
 }
 
 TEST(Ask, AnswersLikeTheService) {
-  ServerProcess server(vectors("gated-deltanet"));
+  TestServer server(vectors("gated-deltanet"));
   ASSERT_TRUE(server.serving()) << server.output();
   const std::string at = "--server=" + server.address();
   v1::GenerateRequest request;
@@ -81,14 +81,14 @@ TEST(Ask, MistakesAreOneLine) {
   wrong({"--file=/nowhere"}, 1, "/nowhere");
   wrong({"\xff"}, 1, "UTF-8");
 
-  ServerProcess server(vectors("gated-deltanet"));
+  TestServer server(vectors("gated-deltanet"));
   ASSERT_TRUE(server.serving()) << server.output();
   wrong({"--temperature=-1", "x", "--server", server.address()}, 1,
         "INVALID_ARGUMENT: sampling.temperature");
 }
 
 TEST(Ask, CtrlCCancelsAndAClosedPipeToo) {
-  ServerProcess server(vectors("gated-deltanet"), {"--slots=1", "--max_new_tokens=1000000"});
+  TestServer server(vectors("gated-deltanet"), {"--slots=1", "--max_new_tokens=1000000"});
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   const std::string endless = " x --ignore_eos --max_tokens=1000000 --server=" + server.address();
@@ -107,7 +107,7 @@ TEST(Ask, CtrlCCancelsAndAClosedPipeToo) {
   EXPECT_EQ(client.metric("weir_requests_total", {"outcome=\"cancelled\""}), 2);
 }
 
-nlohmann::json load_report(const ServerProcess& server, std::vector<std::string> flags) {
+nlohmann::json load_report(const TestServer& server, std::vector<std::string> flags) {
   char path[] = "/tmp/weir-load-XXXXXX";
   close(mkstemp(path));
   flags.insert(flags.begin(), {kLoad, "--server", server.address(), "--json", path});
@@ -121,7 +121,7 @@ nlohmann::json load_report(const ServerProcess& server, std::vector<std::string>
 
 // What the client counted is what the server counted.
 TEST(Load, ReportsWhatHappened) {
-  ServerProcess server(vectors("gated-deltanet"), {"--slots=4"});
+  TestServer server(vectors("gated-deltanet"), {"--slots=4"});
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   const double before = client.metric("weir_generated_tokens_total");
@@ -144,7 +144,7 @@ TEST(Load, ReportsWhatHappened) {
 }
 
 TEST(Load, ErrorsAreCountedByCode) {
-  ServerProcess server(vectors("gated-deltanet"), {"--slots=1", "--queue=0"});
+  TestServer server(vectors("gated-deltanet"), {"--slots=1", "--queue=0"});
   ASSERT_TRUE(server.serving()) << server.output();
   const nlohmann::json report =
       load_report(server, {"--requests=30", "--concurrency=10", "--answer_tokens=200"});

@@ -41,7 +41,7 @@ void expect_answers(const Calls& calls, const std::vector<Ids>& expected, const 
 class Case01 : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(Case01, AloneOrInCompany) {
-  ServerProcess server(vectors(GetParam()), {"--slots=16"});
+  TestServer server(vectors(GetParam()), {"--slots=16"});
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   Requests requests = thirteen();
@@ -63,7 +63,7 @@ INSTANTIATE_TEST_SUITE_P(Models, Case01,
 
 // Rows that are garbled only at some batch sizes, or by what stands in padding rows.
 TEST(Case05, OddBatchSizes) {
-  ServerProcess server(vectors("hybrid-gdn"), {"--slots=17"});
+  TestServer server(vectors("hybrid-gdn"), {"--slots=17"});
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   Requests requests;
@@ -78,7 +78,7 @@ TEST(Case05, OddBatchSizes) {
 
 // Arrivals in one burst, and spread: neither may change, lose or mix answers.
 TEST(Case06, Storm) {
-  ServerProcess server(vectors("gated-deltanet"), {"--slots=8", "--queue=64"});
+  TestServer server(vectors("gated-deltanet"), {"--slots=8", "--queue=64"});
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   Requests requests;
@@ -105,7 +105,7 @@ TEST(Case06, Storm) {
 }
 
 TEST(Case14, Seeds) {
-  ServerProcess server(vectors("kda"), {"--slots=8"});
+  TestServer server(vectors("kda"), {"--slots=8"});
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   const Ids prompt = random_ids(20, 1);
@@ -125,7 +125,7 @@ TEST(Case14, Seeds) {
 }
 
 TEST(Case14, SeedThatTheServerDrewIsReturned) {
-  ServerProcess server(vectors("kda"));
+  TestServer server(vectors("kda"));
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   v1::GenerateRequest request = sampled(random_ids(20, 1), 32, 0);

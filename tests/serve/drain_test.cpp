@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "clients/health.h"
 #include "tests/serve/client.h"
 
 namespace weir::testing {
@@ -81,14 +82,14 @@ Calls start_sixteen(const Client& client, uint32_t tokens) {
 constexpr uint32_t kMinutesAtMost = 4000, kEndless = 1'000'000;
 
 TEST(Case19, RunningCallsFinish) {
-  ServerProcess server(vectors("gated-deltanet"), {"--slots=8", "--drain_seconds=600"});
+  TestServer server(vectors("gated-deltanet"), {"--slots=8", "--drain_seconds=600"});
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   const HealthWatch watch(client.channel(), kService);
   EXPECT_TRUE(eventually([&] { return watch.saw(Health::Serving); }));
   const Calls calls = start_sixteen(client, kMinutesAtMost);
 
-  server.process().signal(SIGTERM);
+  server.signal(SIGTERM);
   EXPECT_TRUE(eventually([&] { return watch.saw(Health::NotServing); }));
   const bool drained = std::all_of(calls.begin(), calls.end(), [](auto& c) { return c->over(); });
   EXPECT_FALSE(drained) << "the new call below came too late to show anything";
@@ -104,43 +105,43 @@ TEST(Case19, RunningCallsFinish) {
     EXPECT_TRUE(answer.status.ok() || answer.code() == grpc::StatusCode::UNAVAILABLE)
         << i << ": " << answer.status.error_message();
   }
-  EXPECT_EQ(server.process().wait_exit(), 0) << server.output();
+  EXPECT_EQ(server.wait_exit(), 0) << server.output();
 }
 
 TEST(Case19, GraceEnds) {
-  ServerProcess server(vectors("gated-deltanet"),
+  TestServer server(vectors("gated-deltanet"),
                        {"--slots=8", "--drain_seconds=1", "--max_new_tokens=1000000"});
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   const Calls calls = start_sixteen(client, kEndless);
-  server.process().signal(SIGTERM);
+  server.signal(SIGTERM);
   for (const auto& call : calls) {
     EXPECT_EQ(call->answer().code(), grpc::StatusCode::UNAVAILABLE)
         << call->answer().status.error_message();
   }
-  EXPECT_EQ(server.process().wait_exit(), 0) << server.output();
+  EXPECT_EQ(server.wait_exit(), 0) << server.output();
 }
 
 TEST(Case19, SecondSignalEndsAtOnce) {
-  ServerProcess server(vectors("gated-deltanet"),
+  TestServer server(vectors("gated-deltanet"),
                        {"--slots=8", "--drain_seconds=86400", "--max_new_tokens=1000000"});
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   const HealthWatch watch(client.channel(), kService);
   const Calls calls = start_sixteen(client, kEndless);
-  server.process().signal(SIGTERM);
+  server.signal(SIGTERM);
   EXPECT_TRUE(eventually([&] { return watch.saw(Health::NotServing); }));
-  EXPECT_FALSE(server.process().exited());
-  server.process().signal(SIGTERM);
-  EXPECT_TRUE(server.process().wait_exit(60).has_value()) << server.output();
+  EXPECT_TRUE(server.running());
+  server.signal(SIGTERM);
+  EXPECT_TRUE(server.wait_exit().has_value()) << server.output();
 }
 
 TEST(Case19, IdleServerGoesAtOnce) {
-  ServerProcess server(vectors("gated-deltanet"), {"--drain_seconds=86400"});
+  TestServer server(vectors("gated-deltanet"), {"--drain_seconds=86400"});
   ASSERT_TRUE(server.serving()) << server.output();
   EXPECT_EQ(check_health(Client(server).channel(), "", 10), Health::Serving);
-  server.process().signal(SIGINT);
-  EXPECT_EQ(server.process().wait_exit(60), 0) << server.output();
+  server.signal(SIGINT);
+  EXPECT_EQ(server.wait_exit(), 0) << server.output();
 }
 
 }  // namespace

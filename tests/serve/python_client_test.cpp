@@ -20,7 +20,7 @@ TEST(PythonClient, AskStreamsAnAnswer) {
   Process generate({WEIR_SOURCE_DIR "/clients/python/generate.sh", folder});
   ASSERT_EQ(generate.wait_exit(), 0) << generate.output();
 
-  ServerProcess server(vectors("gated-deltanet"));
+  TestServer server(vectors("gated-deltanet"));
   ASSERT_TRUE(server.serving()) << server.output();
   const std::string path = std::string("PYTHONPATH=") + folder;
   const auto ask = [&](const std::vector<std::string>& arguments) {

@@ -9,7 +9,7 @@ namespace weir::testing {
 namespace {
 
 TEST(Case09, FullQueue) {
-  ServerProcess server(vectors("gated-deltanet"),
+  TestServer server(vectors("gated-deltanet"),
                        {"--slots=1", "--queue=4", "--max_new_tokens=100000"});
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
@@ -56,7 +56,7 @@ std::string clamp_line(const std::string& output) {
 }
 
 TEST(Case10, TooManySlotsAreClamped) {
-  ServerProcess server(vectors("gated-deltanet"), {kManySlots, kLittleMemory});
+  TestServer server(vectors("gated-deltanet"), {kManySlots, kLittleMemory});
   ASSERT_TRUE(server.serving()) << server.output();
   const std::string line = clamp_line(server.output());
   EXPECT_NE(line.find("possible"), std::string::npos) << server.output();
@@ -78,20 +78,20 @@ TEST(Case10, TooManySlotsAreClamped) {
 }
 
 TEST(Case10, StrictRefuses) {
-  ServerProcess server(vectors("gated-deltanet"), {kManySlots, kLittleMemory, "--strict"});
+  TestServer server(vectors("gated-deltanet"), {kManySlots, kLittleMemory, "--strict"});
   EXPECT_FALSE(server.serving());
-  EXPECT_EQ(server.process().wait_exit(), 1) << server.output();
+  EXPECT_EQ(server.wait_exit(), 1) << server.output();
   EXPECT_NE(clamp_line(server.output()), "") << server.output();
 }
 
 // Even one sequence does not fit: there is nothing to clamp to.
 TEST(Case10, NoRoomForOneSequence) {
-  ServerProcess server(demo_model(), {"--state_memory_mib=1", "--slots=10000"});
+  TestServer server(demo_model(), {"--state_memory_mib=1", "--slots=10000"});
   if (server.serving()) {
     EXPECT_GE(Client(server).model().state().slots(), 1u);
     return;
   }
-  EXPECT_EQ(server.process().wait_exit(), 1);
+  EXPECT_EQ(server.wait_exit(), 1);
   EXPECT_NE(server.output().find("one sequence needs"), std::string::npos) << server.output();
 }
 

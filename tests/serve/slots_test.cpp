@@ -23,12 +23,12 @@ TEST_P(Case03, CleanSlot) {
   const v1::GenerateRequest b = greedy(random_ids(9, 2), 48);
   Ids expected;
   {
-    ServerProcess fresh(vectors(GetParam()), kOneSlot);
+    TestServer fresh(vectors(GetParam()), kOneSlot);
     ASSERT_TRUE(fresh.serving()) << fresh.output();
     expected = Client(fresh).generate(b).ids;
     ASSERT_EQ(expected.size(), 48u);
   }
-  ServerProcess server(vectors(GetParam()), kOneSlot);
+  TestServer server(vectors(GetParam()), kOneSlot);
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   const Ids odd = random_ids(513, 99);
@@ -60,7 +60,7 @@ INSTANTIATE_TEST_SUITE_P(Models, Case03, ::testing::Values("gated-deltanet", "hy
                          });
 
 TEST(Case07, CancelFrees) {
-  ServerProcess server(demo_model(), {"--slots=8"});
+  TestServer server(demo_model(), {"--slots=8"});
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   const auto request = [](int i, uint32_t tokens) {
@@ -91,7 +91,7 @@ TEST(Case07, CancelFrees) {
 }
 
 TEST(Case07, CancelWhileQueued) {
-  ServerProcess server(vectors("gated-deltanet"), kOneSlot);
+  TestServer server(vectors("gated-deltanet"), kOneSlot);
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   const auto running = client.start(greedy(random_ids(5, 1), kEndless));
@@ -112,7 +112,7 @@ TEST(Case07, CancelWhileQueued) {
 
 // The tokens counted are the tokens that clients got, also for those that left early.
 TEST(Case08, Deadline) {
-  ServerProcess server(vectors("gated-deltanet"), kOneSlot);
+  TestServer server(vectors("gated-deltanet"), kOneSlot);
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   const auto late = [&](const char* phase) {

@@ -10,7 +10,7 @@ namespace {
 // The ids of the tokens that are single bytes, by the names the vocabulary gives them.
 Ids byte_ids(const Client& client, const std::string& text) {
   Ids ids;
-  for (const v1::TokenPiece& token : client.tokenize(text).tokens()) {
+  for (const v1::TokenPiece& token : client.tokenize(text)) {
     if (token.piece().size() == 6 && token.piece().starts_with("<0x")) ids.push_back(token.id());
   }
   return ids;
@@ -36,7 +36,7 @@ void expect_whole_text(const Client& client, const Answer& answer, const std::st
 }
 
 TEST(Case12, LettersThatSpanTokens) {
-  ServerProcess server(demo_model());
+  TestServer server(demo_model());
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   const std::string family = "👩‍👩‍👧", chinese = "漢字", umlaut = "ü";
@@ -60,7 +60,7 @@ TEST(Case12, LettersThatSpanTokens) {
 
 // One byte of a character and then the end: the tail is reported, not invented.
 TEST(Case12, UnfinishedTail) {
-  ServerProcess server(demo_model());
+  TestServer server(demo_model());
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   const Ids bytes = byte_ids(client, "😀");
@@ -74,12 +74,12 @@ TEST(Case12, UnfinishedTail) {
 }
 
 TEST(Case12, EchoAndRoundTrip) {
-  ServerProcess server(demo_model());
+  TestServer server(demo_model());
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
   const std::string text = "Ünï 漢字 👩‍👩‍👧‍👦 \t two  spaces\n";
   Ids ids;
-  for (const v1::TokenPiece& token : client.tokenize(text).tokens()) ids.push_back(token.id());
+  for (const v1::TokenPiece& token : client.tokenize(text)) ids.push_back(token.id());
   EXPECT_EQ(client.detokenize(ids), text);
   for (const uint32_t chunk : {1u, 1024u}) {
     v1::GenerateRequest request = greedy({}, 12);
@@ -121,7 +121,7 @@ class Case13 : public ::testing::Test {
     return streamed;
   }
 
-  ServerProcess server_;
+  TestServer server_;
   Client client_;
   v1::GenerateRequest request_;
   std::string whole_;  // the answer with no stop string

@@ -9,12 +9,12 @@ namespace weir {
 // Turns SIGINT and SIGTERM into a call of `on_signal`, on a thread of its own, where any function
 // may be called. A second signal ends the process at once. Construct it before other threads
 // start: they must inherit that these signals are blocked.
-class SignalWatch {
+class InterruptWatch {
  public:
-  explicit SignalWatch(std::function<void()> on_signal);
-  ~SignalWatch();
-  SignalWatch(const SignalWatch&) = delete;
-  SignalWatch& operator=(const SignalWatch&) = delete;
+  explicit InterruptWatch(std::function<void()> on_signal);
+  ~InterruptWatch();
+  InterruptWatch(const InterruptWatch&) = delete;
+  InterruptWatch& operator=(const InterruptWatch&) = delete;
 
   int received() const { return received_; }  // the first signal, or 0
 

@@ -1,4 +1,4 @@
-#include "clients/signal_watch.h"
+#include "clients/interrupt_watch.h"
 
 #include <ctime>
 #include <unistd.h>
@@ -6,7 +6,7 @@
 
 namespace weir {
 
-SignalWatch::SignalWatch(std::function<void()> on_signal) : on_signal_(std::move(on_signal)) {
+InterruptWatch::InterruptWatch(std::function<void()> on_signal) : on_signal_(std::move(on_signal)) {
   sigemptyset(&signals_);
   sigaddset(&signals_, SIGINT);
   sigaddset(&signals_, SIGTERM);
@@ -14,12 +14,12 @@ SignalWatch::SignalWatch(std::function<void()> on_signal) : on_signal_(std::move
   thread_ = std::thread([this] { watch(); });
 }
 
-SignalWatch::~SignalWatch() {
+InterruptWatch::~InterruptWatch() {
   over_ = true;
   thread_.join();
 }
 
-void SignalWatch::watch() {
+void InterruptWatch::watch() {
   // Short waits, because nothing but a signal could wake a longer one at the end.
   const timespec patience = {.tv_sec = 0, .tv_nsec = 50'000'000};
   while (!over_) {
