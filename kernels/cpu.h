@@ -24,4 +24,9 @@ void run(const Swiglu& op, const Context& context);
 void run(const Gather& op, const Context& context);
 void run(const Sample& op, const Context& context);
 
+// The vectorised, threaded versions of the ops whose plain one is the oracle; run() chooses.
+void run_fast(const DeltaMix& op, const Context& context);
+void run_fast(const Attention& op, const Context& context);
+void run_fast(const Sample& op, const Context& context);
+
 }  // namespace weir::cpu

@@ -127,10 +127,10 @@ void run_plain(const DeltaMix& op) {
 
 }  // namespace
 
-void run(const DeltaMix& op, const Context&) {
+void run(const DeltaMix& op, const Context& context) {
   WEIR_CHECK(op.key_heads > 0 && op.value_heads % op.key_heads == 0);
   WEIR_CHECK(bool(op.erase) == bool(op.write));
-  run_plain(op);
+  context.plain ? run_plain(op) : run_fast(op, context);
 }
 
 }  // namespace weir::cpu

@@ -31,7 +31,7 @@ struct Matrix {
   DType dtype = DType::F32;
 
   size_t bytes() const { return size_t(rows) * size_t(cols) * size_of(dtype); }
-  explicit operator bool() const { return data != nullptr; }
+  explicit operator bool() const { return rows > 0; }  // also for a shape without data
 };
 
 // The rows of a step: each row is a run of consecutive tokens of one sequence. All tokens of a
@@ -55,7 +55,9 @@ struct SlotState {
   }
 };
 
-// An elementwise function. EluPlusOne is elu(x) + 1.
-enum class Activation : uint8_t { None, Silu, Sigmoid, Relu, EluPlusOne };
+// An elementwise function. EluPlusOne is elu(x) + 1; GeluTanh the tanh form of gelu.
+enum class Activation : uint8_t {
+  None, Silu, Sigmoid, Relu, EluPlusOne, LogSigmoid, ReluSquared, GeluTanh, Tanh
+};
 
 }  // namespace weir

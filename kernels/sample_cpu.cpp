@@ -1,0 +1,7 @@
+#include "kernels/cpu.h"
+
+namespace weir::cpu {
+
+void run(const Sample& op, const Context& context) { run_fast(op, context); }
+
+}  // namespace weir::cpu
