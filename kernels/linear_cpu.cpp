@@ -79,7 +79,7 @@ double share_before(int64_t claim, int64_t threads, int64_t halvings) {
 }  // namespace
 
 void run(const Linear& op, const Context& context) {
-  WEIR_CHECK(op.parts >= 0 && op.parts <= Linear::kParts);
+  WEIR_CHECK(op.in > 0 && op.parts >= 0 && op.parts <= Linear::kParts);
   if (context.plain) return run_plain(op);
 
   const DenseSimd& simd = *context.simd.dense;
