@@ -17,7 +17,7 @@ namespace {
 
 constexpr char kUsage[] =
     "usage: weir-verify MODEL_DIR [--tolerance 1e-3] [--golden FILE] [--threads N]\n"
-    "                   [--simd -1|0|1|2] [--plain]\n"
+    "                   [--simd -1|0|1|2] [--plain] [--device cpu|cuda]\n"
     "\n"
     "Runs the prompt of MODEL_DIR/golden.safetensors through the model: the whole prompt at\n"
     "once, token by token, and in chunks of 1, 7 and 64 tokens. Prints the largest absolute\n"
@@ -31,6 +31,7 @@ struct Options {
   std::string folder, golden;
   double tolerance = 1e-3;
   CpuOptions cpu;
+  bool cuda = false;
 };
 
 struct Golden {
@@ -160,7 +161,10 @@ bool verify_greedy(Sequence& sequence, const Golden& golden, size_t vocab, doubl
 }
 
 absl::StatusOr<bool> verify(const Options& options) {
-  const auto backend = make_cpu_backend(options.cpu);
+  std::string error;
+  const auto backend =
+      options.cuda ? make_cuda_backend(0, &error) : make_cpu_backend(options.cpu);
+  if (backend == nullptr) return absl::UnavailableError("--device cuda: " + error);
   absl::StatusOr<Model> model = load_model(options.folder, *backend);
   if (!model.ok()) return model.status();
   const std::string path =
@@ -226,6 +230,12 @@ bool parse(int argc, char** argv, Options& options) {
     char* end = nullptr;
     if (flag == "--golden") {
       options.golden = value;
+      continue;
+    }
+    if (flag == "--device") {
+      const std::string device = value;
+      if (device != "cpu" && device != "cuda") return false;
+      options.cuda = device == "cuda";
       continue;
     }
     const double number = std::strtod(value, &end);

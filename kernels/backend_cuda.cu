@@ -215,7 +215,8 @@ Recorded& CudaBackend::recorded(const Program& program, bool& known) {
   if (recorded_.size() > kGraphsKept) {
     const auto oldest = std::ranges::min_element(
         recorded_, {}, [](const auto& item) { return item.second.used; });
-    if (oldest->second.graph != nullptr) WEIR_CUDA_CHECK(cudaGraphExecDestroy(oldest->second.graph));
+    cudaGraphExec_t graph = oldest->second.graph;
+    if (graph != nullptr) WEIR_CUDA_CHECK(cudaGraphExecDestroy(graph));
     recorded_.erase(oldest);
   }
   return entry;

@@ -340,7 +340,8 @@ void run(const DeltaMix& op, Context& context) {
   WEIR_CHECK(op.value_heads % op.key_heads == 0);
   WEIR_CHECK(op.rows.count <= 65535);
   WEIR_CHECK((4 * op.key_dim + 2 * op.value_dim) * sizeof(float) <= 48 * 1024);
-  const bool aligned = op.state.stride % 4 == 0 && reinterpret_cast<uintptr_t>(op.state.data) % 16 == 0;
+  const bool aligned =
+      op.state.stride % 4 == 0 && reinterpret_cast<uintptr_t>(op.state.data) % 16 == 0;
   const int K = aligned ? op.key_dim : 0, V = op.value_dim;
   if (K == 32 && V == 32) return start<HeldState<1, 1>>(op, context);
   if (K == 32 && V == 64) return start<HeldState<1, 2>>(op, context);

@@ -166,8 +166,9 @@ const MatrixProducts::Plan& MatrixProducts::plan(const Shape& shape) {
 
 void MatrixProducts::split(const Acts& x, int in, int tokens, Context& context) {
   const dim3 grid((in / 4 + kThreads - 1) / kThreads, std::min(tokens, 65535));
-  launch(context, {.grid = grid, .block = dim3(kThreads)}, split_kernel, x, in, tokens,
-         static_cast<__nv_bfloat16*>(split_), static_cast<__nv_bfloat16*>(split_) + int64_t(tokens) * in);
+  auto* high = static_cast<__nv_bfloat16*>(split_);
+  launch(context, {.grid = grid, .block = dim3(kThreads)}, split_kernel, x, in, tokens, high,
+         high + int64_t(tokens) * in);
 }
 
 void MatrixProducts::multiply(const void* weights, int rows, int in, int tokens, bool accumulate,

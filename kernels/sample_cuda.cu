@@ -81,8 +81,8 @@ struct Candidates {
     return key_of(-fabsf(log_total - log_weight(i) - entropy), i);
   }
   __device__ bool keeps(int i) const {
-    return isfinite(logits[i]) && key(i) >= least && (!typical || typical_key(i) >= least_typical) &&
-           weight(i) >= least_weight;
+    return isfinite(logits[i]) && key(i) >= least &&
+           (!typical || typical_key(i) >= least_typical) && weight(i) >= least_weight;
   }
 };
 
@@ -117,14 +117,15 @@ __device__ double total(const Candidates& set, Scratch& scratch, const Measure& 
   return block_sum(sum, scratch);
 }
 
-// Uniform in [0, 1): 53 bits of a mix of seed and position.
+// Uniform in [0, 1): the number that the CPU draws.
 __device__ double uniform(uint64_t seed, int32_t position) {
   const auto mix = [](uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
     return x ^ (x >> 31);
   };
-  const uint64_t bits = mix(mix(seed + 0x9E3779B97F4A7C15ull) + uint64_t(uint32_t(position)));
+  const uint64_t bits = mix(mix(seed + 0x9E3779B97F4A7C15ull) +
+                            uint64_t(uint32_t(position)) * 0xD1342543DE82EF95ull);
   return double(bits >> 11) * 0x1.0p-53;
 }
 
@@ -170,10 +171,10 @@ __device__ int draw(const float* logits, int vocab, const Sampling& how, int32_t
   filter(set, how, scratch);
   const auto weight = [&](int i) { return double(set.weight(i)); };
   const double goal = uniform(how.seed, position) * total(set, scratch, weight);
-  const uint64_t key =
-      reach(set, goal, true, scratch, [&](int i) { return set.key(i); }, weight);
-  // Rounding may leave the goal just beyond the sum of all: then the least likely one.
-  return key > 1 ? token_of(key) : token_of(most);
+  // From the most likely one on where a filter has put them in order, else from the first.
+  const bool ordered = how.top_k > 0 || how.typical_p < 1 || how.top_p < 1;
+  const auto key = [&](int i) { return ordered ? set.key(i) : key_of(0, i); };
+  return token_of(reach(set, goal, true, scratch, key, weight));
 }
 
 __device__ float edited(float logit, const LogitEdit& edit, const Sampling& how) {
@@ -208,15 +209,15 @@ __global__ __launch_bounds__(kThreads) void sample_kernel(const __grid_constant_
   const uint64_t most = largest_below(logits, vocab, ~uint64_t(0), scratch);
   const float largest = most == 0 ? 0.0f : value_of(most);
   double sum = 0;
-  for (int i = threadIdx.x; i < vocab; i += kThreads) {
-    if (isfinite(logits[i])) sum += expf(logits[i] - largest);
-  }
+  for (int i = threadIdx.x; i < vocab; i += kThreads) sum += expf(logits[i] - largest);
   sum = block_sum(sum, scratch);
+  // A NaN or +inf among the logits shows in the sum: then this is no distribution.
+  const bool usable = most != 0 && isfinite(sum);
   const auto logprob = [&](float logit) {
-    return isfinite(logit) ? float(double(logit) - largest - log(sum)) : -INFINITY;
+    return isfinite(logit) ? float(double(logit) - (double(largest) + log(sum))) : -INFINITY;
   };
 
-  uint64_t below = ~uint64_t(0);
+  uint64_t below = usable ? ~uint64_t(0) : 0;
   for (int j = 0; j < Sample::kTop; ++j) {
     const bool wanted = j < op.top[output] && below != 0;
     if (wanted) below = largest_below(logits, vocab, below, scratch);
@@ -228,6 +229,13 @@ __global__ __launch_bounds__(kThreads) void sample_kernel(const __grid_constant_
   }
 
   int token = op.target[output];
+  if (!usable) {
+    if (threadIdx.x == 0) {
+      op.token[output] = -1;
+      op.logprob[output] = 0;
+    }
+    return;
+  }
   if (token >= 0) {
     if (threadIdx.x == 0) {
       op.token[output] = token;

@@ -1,0 +1,205 @@
+// Each op on its own: time, bytes that it cannot avoid, their rate, and its share of a copy's rate
+// measured in the same run. An op is repeated over memory that does not fit the cache.
+#include "kernels/op.h"
+#include "tests/bench/bench_util.h"
+
+namespace weir {
+namespace {
+
+class OpBench {
+ public:
+  explicit OpBench(const BenchOptions& options)
+      : options_(options), backend_(bench_backend(options)), cpu_(options.device == "cpu") {
+    const DeviceInfo info = backend_->info();
+    copy_ = copy_rate(*backend_, size_t(cpu_ ? 256 : 2048) << 20);
+    results_["device"] = info.name;
+    results_["copy_gb_per_s"] = copy_ / 1e9;
+    std::printf("%s: copy %.0f GB/s (read + written)\n", info.name.c_str(), copy_ / 1e9);
+    std::printf("%-44s %6s %10s %10s %9s %7s\n", "op", "B", "us", "MB", "GB/s", "% copy");
+    pool_ = put(random_floats(size_t(pool_floats()), 1.0f));
+    weights_ = put(random_bf16(size_t(weight_count())));
+  }
+
+  bool cpu() const { return cpu_; }
+  bool wanted(const std::string& name) const {
+    return options_.only.empty() || name.find(options_.only) != std::string::npos;
+  }
+  int64_t pool_floats() const { return int64_t(cpu_ ? 16 : 1024) << 20; }
+  int64_t weight_count() const { return int64_t(cpu_ ? 64 : 1024) << 20; }
+  float* pool() const { return pool_; }
+  const uint16_t* weights() const { return weights_; }
+  template <typename T>
+  T* put(const std::vector<T>& values) {
+    T* data = static_cast<T*>(backend_->allocate(values.size() * sizeof(T)));
+    backend_->upload(data, values.data(), values.size() * sizeof(T));
+    backend_->finish();
+    return data;
+  }
+  Acts acts(int64_t tokens, int64_t dim, float scale = 1) {
+    return {put(random_floats(size_t(tokens * dim), scale)), dim};
+  }
+  Rows rows(int32_t count, int32_t first) {
+    std::vector<int32_t> slot, firsts(size_t(count), first), begin{0};
+    for (int32_t i = 0; i < count; ++i) {
+      slot.push_back(i);
+      begin.push_back(i + 1);
+    }
+    return {.count = count, .tokens = count, .slot = put(slot), .first = put(firsts),
+            .begin = put(begin)};
+  }
+
+  void time(const std::string& name, int32_t batch, const Program& program) {
+    const double seconds = median_seconds(3, cpu_ ? 5 : 21, [&] {
+      backend_->run(program);
+      backend_->finish();
+    }) / double(program.size());
+    const Cost floor = cost(program.front());
+    const double rate = double(floor.bytes) / seconds;
+    std::printf("%-44s %6d %10.2f %10.2f %9.0f %6.1f%%\n", name.c_str(), batch, seconds * 1e6,
+                double(floor.bytes) / 1e6, rate / 1e9, 100 * rate / copy_);
+    std::fflush(stdout);
+    results_["ops"].push_back({{"op", name}, {"batch", batch}, {"us", seconds * 1e6},
+                               {"bytes", floor.bytes}, {"flops", floor.flops},
+                               {"gb_per_s", rate / 1e9}, {"of_copy", rate / copy_}});
+  }
+  void save() const { write_json(options_, results_); }
+
+ private:
+  BenchOptions options_;
+  std::unique_ptr<Backend> backend_;
+  bool cpu_;
+  double copy_ = 0;
+  nlohmann::json results_;
+  float* pool_ = nullptr;
+  uint16_t* weights_ = nullptr;
+};
+
+struct Mixer {
+  const char* name;
+  Decay decay;
+  bool erase, gate;
+  int32_t key_heads = 16, value_heads = 16, key_dim = 128, value_dim = 128;
+};
+
+void bench_mixer(OpBench& bench, const Mixer& m, int32_t batch) {
+  if (!bench.wanted(m.name)) return;
+  const int32_t K = m.key_heads * m.key_dim, V = m.value_heads * m.value_dim;
+  const int64_t state = int64_t(V) * m.key_dim, history = 3 * (2 * int64_t(K) + V);
+  const int64_t stride = state + history;
+  const int64_t copies = std::clamp<int64_t>(bench.pool_floats() / (stride * batch), 1, 128);
+  DeltaMix op{.rows = bench.rows(batch, 100), .key_heads = m.key_heads,
+              .value_heads = m.value_heads, .key_dim = m.key_dim, .value_dim = m.value_dim,
+              .q = bench.acts(batch, K), .k = bench.acts(batch, K), .v = bench.acts(batch, V),
+              .conv_width = 4, .conv_q = bench.acts(4, K).data, .conv_k = bench.acts(4, K).data,
+              .conv_v = bench.acts(4, V).data, .decay = m.decay, .decay_heads = m.value_heads,
+              .norm_weight = bench.acts(1, m.value_dim).data, .norm_eps = 1e-6f,
+              .out = bench.acts(batch, V)};
+  if (m.decay != Decay::None) {
+    const int64_t channels = m.value_heads * (m.decay == Decay::PerHead ? 1 : m.key_dim);
+    op.decay_in = bench.acts(batch, channels);
+    op.decay_a = bench.put(std::vector<float>(size_t(m.value_heads), 0.5f));
+    op.dt_bias = bench.acts(1, channels).data;
+  }
+  if (m.erase) {
+    op.erase = bench.acts(batch, K);
+    op.write = bench.acts(batch, V);
+  } else {
+    op.beta = bench.acts(batch, m.value_heads);
+  }
+  if (m.gate) op.gate = bench.acts(batch, V);
+  Program program;
+  for (int64_t i = 0; i < copies; ++i) {
+    op.state = {bench.pool() + i * state, copies * stride};
+    op.history = {bench.pool() + copies * state + i * history, copies * stride};
+    program.push_back(op);
+  }
+  bench.time(m.name, batch, program);
+}
+
+void bench_linear(OpBench& bench, const char* name, int32_t in, std::vector<int32_t> rows,
+                  int32_t tokens) {
+  if (!bench.wanted(name)) return;
+  int64_t all = 0;
+  for (const int32_t r : rows) all += r;
+  const int64_t copies = std::clamp<int64_t>(bench.weight_count() / (all * in), 1, 64);
+  const Acts x = bench.acts(tokens, in), y = bench.acts(tokens, all);
+  Program program;
+  for (int64_t i = 0; i < copies; ++i) {
+    Linear op{.tokens = tokens, .in = in, .x = x, .y = y};
+    const uint16_t* at = bench.weights() + i * all * in;
+    for (const int32_t r : rows) {
+      op.part[size_t(op.parts++)] = {.data = at, .rows = r, .cols = in, .dtype = DType::BF16};
+      at += int64_t(r) * in;
+    }
+    program.push_back(op);
+  }
+  bench.time(name, tokens, program);
+}
+
+void bench_small(OpBench& bench, int32_t batch) {
+  const Acts x = bench.acts(batch, 2048), h = bench.acts(batch, 2 * 5632);
+  const float* weight = bench.acts(1, 2048).data;
+  if (bench.wanted("rms_norm")) {
+    bench.time("rms_norm 2048", batch,
+               Program(32, RmsNorm{.tokens = batch, .dim = 2048, .eps = 1e-6f, .weight = weight,
+                                   .in = x, .out = bench.acts(batch, 2048)}));
+  }
+  if (bench.wanted("swiglu")) {
+    bench.time("swiglu 5632", batch,
+               Program(32, Swiglu{.tokens = batch, .dim = 5632, .gate = h, .up = h.from(5632),
+                                  .out = bench.acts(batch, 5632)}));
+  }
+  if (!bench.wanted("sample")) return;
+  const auto count = size_t(batch);
+  for (const bool greedy : {true, false}) {
+    const Sampling how{.temperature = greedy ? 0.0f : 0.8f, .top_k = greedy ? 0 : 50,
+                       .top_p = greedy ? 1.0f : 0.9f};
+    Sample op{.count = batch, .vocab = 32000, .logits = bench.acts(batch, 32000, 4),
+              .sampling = bench.put(std::vector<Sampling>(count, how)),
+              .position = bench.put(std::vector<int32_t>(count, 5)),
+              .target = bench.put(std::vector<Token>(count, -1)),
+              .top = bench.put(std::vector<int32_t>(count, 0)),
+              .edit_begin = bench.put(std::vector<int32_t>(count + 1, 0)),
+              .edits = bench.put(std::vector<LogitEdit>(1)),
+              .token = bench.put(std::vector<Token>(count)),
+              .logprob = bench.acts(1, batch).data,
+              .top_token = bench.put(std::vector<Token>(count * Sample::kTop)),
+              .top_logprob = bench.acts(batch, Sample::kTop).data};
+    bench.time(greedy ? "sample, greedy" : "sample, top_k 50, top_p 0.9", batch, Program(8, op));
+  }
+}
+
+void bench_all(OpBench& bench) {
+  const std::vector<int32_t> batches =
+      bench.cpu() ? std::vector<int32_t>{1, 8} : std::vector<int32_t>{1, 32, 128, 512};
+  for (const int32_t batch : batches) {
+    bench_mixer(bench, {"delta_mix DeltaNet 16x128x128", Decay::None, false, false}, batch);
+    bench_mixer(bench, {"delta_mix GDN 16x128x128", Decay::PerHead, false, true}, batch);
+    bench_mixer(bench, {"delta_mix KDA 16x128x128", Decay::PerChannel, false, true}, batch);
+    bench_mixer(bench, {"delta_mix GDN-2 16x128x128", Decay::PerChannel, true, true}, batch);
+    bench_mixer(bench, {"delta_mix GDN 16/32x128x128", Decay::PerHead, false, true, 16, 32}, batch);
+    bench_mixer(bench, {"delta_mix GDN 6x256x512", Decay::PerHead, false, true, 6, 6, 256, 512},
+                batch);
+  }
+  const std::vector<int32_t> tokens = bench.cpu()
+                                          ? std::vector<int32_t>{1, 8}
+                                          : std::vector<int32_t>{1, 4, 8, 16, 32, 64, 95, 128, 512};
+  for (const int32_t count : tokens) {
+    bench_linear(bench, "linear in-projection 2048 -> 8224", 2048,
+                 {2048, 2048, 2048, 16, 16, 2048}, count);
+    bench_linear(bench, "linear out-projection 2048 -> 2048", 2048, {2048}, count);
+    bench_linear(bench, "linear gate and up 2048 -> 11264", 2048, {5632, 5632}, count);
+    bench_linear(bench, "linear down 5632 -> 2048", 5632, {2048}, count);
+    bench_linear(bench, "linear head 2048 -> 32000", 2048, {32000}, count);
+  }
+  for (const int32_t batch : batches) bench_small(bench, batch);
+}
+
+}  // namespace
+}  // namespace weir
+
+int main(int argc, char** argv) {
+  weir::OpBench bench(weir::bench_options(argc, argv));
+  weir::bench_all(bench);
+  bench.save();
+}

@@ -1,0 +1,277 @@
+// The CUDA kernels of the mixers and of sampling against the plain CPU ones.
+#include "tests/ops/cuda_compare.h"
+
+namespace weir {
+namespace {
+
+// A ragged step: rows of several lengths, from a zero state and from a kept one, and padding.
+struct Steps {
+  std::vector<int32_t> slot, first, begin;
+
+  int32_t tokens() const { return begin.back(); }
+  Rows put(Side& side) const {
+    return {.count = int32_t(slot.size()), .tokens = tokens(), .slot = side.put(slot),
+            .first = side.put(first), .begin = side.put(begin)};
+  }
+};
+const Steps kDecode{{3, 0, kPadding, 5, 1}, {7, 0, 0, 100, 1}, {0, 1, 2, 3, 4, 5}};
+const Steps kRagged{{2, kPadding, 4, 0, 1}, {5, 0, 0, 0, 12}, {0, 2, 5, 12, 13, 33}};
+constexpr int32_t kSlots = 6;
+
+struct DeltaCase {
+  std::string name;
+  int32_t key_heads = 2, value_heads = 2, key_dim = 128, value_dim = 128, conv = 4;
+  Decay decay = Decay::PerHead;
+  int32_t decay_heads = 2;
+  float lower_bound = 0;
+  bool beta = true, erase = false, gate = true, conv_bias = false;
+  Activation qk_activation = Activation::Silu, gate_activation = Activation::Silu;
+  QkNorm qk_norm = QkNorm::L2;
+};
+
+Program delta_program(Side& side, const DeltaCase& c, const Steps& steps) {
+  const int32_t T = steps.tokens(), keys = c.key_heads * c.key_dim,
+                values = c.value_heads * c.value_dim;
+  DeltaMix op{.rows = steps.put(side), .key_heads = c.key_heads, .value_heads = c.value_heads,
+              .key_dim = c.key_dim, .value_dim = c.value_dim, .q = side.acts(T, keys),
+              .k = side.acts(T, keys), .v = side.acts(T, values), .conv_width = c.conv,
+              .qk_activation = c.qk_activation, .qk_norm = c.qk_norm, .decay = c.decay,
+              .decay_heads = c.decay_heads, .lower_bound = c.lower_bound, .beta_scale = 1.7f,
+              .norm_weight = side.floats(size_t(c.value_dim)), .norm_eps = 1e-5f,
+              .gate_activation = c.gate_activation};
+  if (c.conv > 0) {
+    op.conv_q = side.floats(size_t(keys * c.conv), 0.5f);
+    op.conv_k = side.floats(size_t(keys * c.conv), 0.5f);
+    op.conv_v = side.floats(size_t(values * c.conv), 0.5f);
+    if (c.conv_bias) {
+      op.conv_q_bias = side.floats(size_t(keys));
+      op.conv_k_bias = side.floats(size_t(keys));
+      op.conv_v_bias = side.floats(size_t(values));
+    }
+  }
+  if (c.decay != Decay::None) {
+    const int32_t channels = c.decay_heads * (c.decay == Decay::PerHead ? 1 : c.key_dim);
+    op.decay_in = side.acts(T, channels, 3);
+    std::vector<float> a = side.normal(size_t(c.decay_heads));
+    for (float& value : a) value = std::exp(value);
+    op.decay_a = side.put(a);
+    op.dt_bias = side.floats(size_t(channels));
+  }
+  if (c.erase) {
+    op.erase = side.acts(T, keys);
+    op.write = side.acts(T, values);
+  } else if (c.beta) {
+    op.beta = side.acts(T, c.value_heads);
+  }
+  if (c.gate) op.gate = side.acts(T, values);
+  const int64_t state = int64_t(c.value_heads) * c.value_dim * c.key_dim;
+  const int64_t history = int64_t(std::max(0, c.conv - 1)) * (2 * keys + values);
+  const int64_t stride = state + history + 32;  // a part of larger slots
+  op.state = {side.floats(size_t(kSlots * stride), 0.3f), stride};
+  if (c.conv > 1) op.history = op.state.from(state);
+  side.compare(op.state.data, size_t(kSlots * stride), "slots");
+  op.out = side.out(T, values, "out");
+  return {op};
+}
+
+class CudaDeltaMix : public CudaTest {
+ protected:
+  void check(DeltaCase c) {
+    same("delta_mix decode, " + c.name, 5e-6,
+         [&](Side& side) { return delta_program(side, c, kDecode); });
+    same("delta_mix ragged, " + c.name, 2e-5,
+         [&](Side& side) { return delta_program(side, c, kRagged); });
+  }
+};
+
+TEST_F(CudaDeltaMix, EveryDecayAndGate) {
+  check({.name = "GDN"});
+  check({.name = "DeltaNet", .decay = Decay::None, .gate = false});
+  check({.name = "KDA", .decay = Decay::PerChannel, .gate_activation = Activation::Sigmoid});
+  check({.name = "KDA, bounded gate", .decay = Decay::PerChannel, .lower_bound = -5});
+  check({.name = "GDN-2", .decay = Decay::PerChannel, .erase = true});
+  check({.name = "no beta", .beta = false});
+}
+
+TEST_F(CudaDeltaMix, EverySize) {
+  for (const auto& [K, V] : {std::pair{32, 32}, {32, 64}, {64, 64}, {64, 128}, {128, 256},
+                             {256, 512}, {48, 40}, {20, 12}}) {
+    check({.name = std::to_string(K) + "x" + std::to_string(V), .key_dim = K, .value_dim = V});
+  }
+}
+
+TEST_F(CudaDeltaMix, SharedKeyHeadsAndDecays) {
+  check({.name = "2 key heads, 6 value heads", .key_heads = 2, .value_heads = 6, .decay_heads = 6});
+  check({.name = "GDN-2, 2 and 4 heads", .key_heads = 2, .value_heads = 4,
+         .decay = Decay::PerChannel, .decay_heads = 2, .erase = true});
+}
+
+TEST_F(CudaDeltaMix, EveryConvolutionAndNorm) {
+  check({.name = "no convolution", .conv = 0});
+  check({.name = "width 1", .conv = 1});
+  check({.name = "width 2, bias", .conv = 2, .conv_bias = true});
+  check({.name = "width 7, bias", .conv = 7, .conv_bias = true});
+  check({.name = "elu + 1, sum norm", .qk_activation = Activation::EluPlusOne,
+         .qk_norm = QkNorm::Sum});
+  check({.name = "sigmoid", .qk_activation = Activation::Sigmoid});
+}
+
+// A chunk computes what its tokens one by one compute, bit for bit.
+TEST_F(CudaDeltaMix, ChunkEqualsSteps) {
+  const DeltaCase c{.name = "GDN"};
+  const int32_t T = 9;
+  Side whole(cuda(), 11), apart(cuda(), 11);
+  const Steps chunk{{2}, {0}, {0, T}};
+  Program program = delta_program(whole, c, chunk);
+  whole.backend().run(program);
+  program = delta_program(apart, c, chunk);
+  const DeltaMix op = std::get<DeltaMix>(program.front());
+  for (int32_t t = 0; t < T; ++t) {
+    DeltaMix one = op;
+    one.rows = Steps{{2}, {t}, {0, 1}}.put(apart);
+    for (Acts DeltaMix::*acts : {&DeltaMix::q, &DeltaMix::k, &DeltaMix::v, &DeltaMix::decay_in,
+                                 &DeltaMix::beta, &DeltaMix::gate, &DeltaMix::out}) {
+      (one.*acts).data += t * (one.*acts).stride;
+    }
+    apart.backend().run({one});
+  }
+  for (size_t i = 0; i < whole.outputs().size(); ++i) {
+    const auto &a = whole.outputs()[i], &b = apart.outputs()[i];
+    const std::vector<float> x = whole.read(a.data, a.count), y = apart.read(b.data, b.count);
+    EXPECT_EQ(std::memcmp(x.data(), y.data(), x.size() * sizeof(float)), 0) << a.name;
+  }
+}
+
+struct AttentionCase {
+  std::string name;
+  int32_t heads = 4, kv_heads = 2, head_dim = 64, window = 0;
+  float rope = 10000;
+  bool norm = true;
+};
+
+Program attention_program(Side& side, const AttentionCase& c, const Steps& steps) {
+  const int32_t T = steps.tokens(), keys = c.kv_heads * c.head_dim;
+  Attention op{.rows = steps.put(side), .heads = c.heads, .kv_heads = c.kv_heads,
+               .head_dim = c.head_dim, .window = c.window, .rope_theta = c.rope, .norm_eps = 1e-5f,
+               .q = side.acts(T, c.heads * c.head_dim), .k = side.acts(T, keys),
+               .v = side.acts(T, keys)};
+  if (c.norm) {
+    op.q_norm = side.floats(size_t(c.head_dim));
+    op.k_norm = side.floats(size_t(c.head_dim));
+  }
+  op.out = side.out(T, c.heads * c.head_dim, "out");
+  if (c.window > 0) {
+    const int64_t stride = 2 * int64_t(keys) * c.window + 32;
+    op.ring = {side.floats(size_t(kSlots * stride)), stride};
+    side.compare(op.ring.data, size_t(kSlots * stride), "ring");
+    return {op};
+  }
+  constexpr int32_t kPage = 8, kPagesPerRow = 16;
+  const int32_t pages = int32_t(steps.slot.size()) * kPagesPerRow;
+  op.page_stride = 2 * int64_t(keys) * kPage + 64;
+  op.pages = side.floats(size_t(pages * op.page_stride));
+  side.compare(op.pages, size_t(pages * op.page_stride), "pages");
+  op.page_tokens = kPage;
+  op.pages_per_row = kPagesPerRow;
+  std::vector<int32_t> table(static_cast<size_t>(pages));
+  for (size_t i = 0; i < table.size(); ++i) table[i] = int32_t(i * 37 % table.size());
+  op.page_table = side.put(table);
+  return {op};
+}
+
+TEST_F(CudaTest, AttentionOverPagesAndRings) {
+  const AttentionCase cases[] = {
+      {"pages"}, {"pages, no norm, no positions", 3, 3, 40, 0, 0, false},
+      {"pages, 128, one kv head", 8, 1, 128}, {"pages, 256", 2, 2, 256},
+      {"ring of 6", 4, 2, 64, 6}, {"ring of 200, 128", 4, 4, 128, 200},
+      {"ring of 5, 32", 4, 1, 32, 5, 500, false}};
+  for (const AttentionCase& c : cases) {
+    same("attention decode, " + c.name, 2e-5,
+         [&](Side& side) { return attention_program(side, c, kDecode); });
+    same("attention ragged, " + c.name, 2e-5,
+         [&](Side& side) { return attention_program(side, c, kRagged); });
+  }
+}
+
+// Tokens and counts as floats, so that they can be compared like the rest.
+struct Drawing {
+  std::vector<Token> token, top_token;
+  std::vector<float> logprob, top_logprob;
+};
+
+Drawing draw(Side& side, const std::vector<Sampling>& how, int32_t vocab,
+             const std::vector<Token>& target) {
+  const auto count = int32_t(how.size());
+  std::vector<int32_t> position, top, edit_begin{0};
+  std::vector<LogitEdit> edits;
+  for (int32_t i = 0; i < count; ++i) {
+    position.push_back(10 + i);
+    top.push_back(i % 3 == 0 ? 0 : i % 3 == 1 ? 5 : Sample::kTop);
+    for (int32_t j = 0; j < i % 4; ++j) {
+      edits.push_back({.token = 7 * j + i, .bias = j == 2 ? -INFINITY : 1.5f, .generated = j,
+                       .seen = true});
+    }
+    edit_begin.push_back(int32_t(edits.size()));
+  }
+  edits.push_back({});
+  Sample op{.count = count, .vocab = vocab, .logits = side.acts(count, vocab, 2),
+            .sampling = side.put(how), .position = side.put(position), .target = side.put(target),
+            .top = side.put(top), .edit_begin = side.put(edit_begin), .edits = side.put(edits)};
+  op.token = side.put(std::vector<Token>(how.size(), -7));
+  op.logprob = side.put(std::vector<float>(how.size(), 7));
+  op.top_token = side.put(std::vector<Token>(how.size() * Sample::kTop, -7));
+  op.top_logprob = side.put(std::vector<float>(how.size() * Sample::kTop, 7));
+  side.backend().run({op});
+  Drawing answer{target, std::vector<Token>(how.size() * Sample::kTop),
+                 side.read(op.logprob, how.size()),
+                 side.read(op.top_logprob, how.size() * Sample::kTop)};
+  side.backend().download(answer.token.data(), op.token, how.size() * sizeof(Token));
+  side.backend().download(answer.top_token.data(), op.top_token,
+                          answer.top_token.size() * sizeof(Token));
+  side.backend().finish();
+  for (size_t i = 0; i < how.size(); ++i) {  // what was not asked for has no meaning
+    for (size_t j = size_t(top[i]); j < Sample::kTop; ++j) {
+      answer.top_token[i * Sample::kTop + j] = -1;
+      answer.top_logprob[i * Sample::kTop + j] = 0;
+    }
+  }
+  return answer;
+}
+
+TEST_F(CudaTest, SampleDrawsWhatTheCpuDraws) {
+  std::vector<Sampling> how;
+  for (uint64_t seed = 0; seed < 200; ++seed) {
+    Sampling s{.seed = seed * 77};
+    s.temperature = seed % 5 == 0 ? 0.0f : 0.3f + float(seed % 7) * 0.2f;
+    if (seed % 2 == 1) s.top_k = int32_t(seed % 60);
+    if (seed % 3 == 1) s.top_p = 0.8f;
+    if (seed % 4 == 1) s.min_p = 0.05f;
+    if (seed % 6 == 1) s.typical_p = 0.7f;
+    if (seed % 7 == 1) s.repetition_penalty = 1.3f;
+    if (seed % 7 == 2) s.frequency_penalty = 0.4f;
+    if (seed % 7 == 3) s.presence_penalty = 0.6f;
+    how.push_back(s);
+  }
+  std::vector<Token> target(how.size(), -1);
+  target[3] = 17;
+  target[10] = 0;
+  for (const int32_t vocab : {64, 3001}) {
+    Side plain(make_cpu_backend({.plain = true}), 9), gpu(cuda(), 9);
+    const Drawing a = draw(gpu, how, vocab, target), b = draw(plain, how, vocab, target);
+    EXPECT_EQ(a.token, b.token) << vocab;
+    EXPECT_EQ(a.top_token, b.top_token) << vocab;
+    double worst = 0;
+    for (size_t i = 0; i < a.logprob.size(); ++i) {
+      worst = std::max(worst, std::fabs(double(a.logprob[i]) - b.logprob[i]));
+    }
+    for (size_t i = 0; i < a.top_logprob.size(); ++i) {
+      if (a.top_logprob[i] == b.top_logprob[i]) continue;  // -inf among them
+      worst = std::max(worst, std::fabs(double(a.top_logprob[i]) - b.top_logprob[i]));
+    }
+    std::printf("sample, vocab %d: log-probabilities differ by at most %.2e\n", vocab, worst);
+    EXPECT_LE(worst, 2e-5);
+  }
+}
+
+}  // namespace
+}  // namespace weir

@@ -1,0 +1,167 @@
+// The CUDA kernels of the dense ops against the plain CPU ones, and the backend's replay.
+#include "tests/ops/cuda_compare.h"
+
+namespace weir {
+namespace {
+
+TEST_F(CudaTest, EmbedWidensEveryDtype) {
+  for (const DType dtype : {DType::F32, DType::BF16, DType::F16}) {
+    same("embed dtype " + std::to_string(int(dtype)), 0, [&](Side& side) -> Program {
+      const Matrix table = side.matrix(50, 300, dtype);
+      const Token* ids = side.put(std::vector<Token>{3, 49, 0, 3});
+      return {Embed{.tokens = 4, .ids = ids, .table = table, .out = side.out(4, 300, "out")}};
+    });
+  }
+}
+
+TEST_F(CudaTest, GatherTakesTheAskedTokens) {
+  same("gather", 0, [](Side& side) -> Program {
+    const int32_t* index = side.put(std::vector<int32_t>{6, 0, 3});
+    return {Gather{.count = 3, .dim = 1000, .index = index, .in = side.acts(7, 1000),
+                   .out = side.out(3, 1000, "out")}};
+  });
+}
+
+TEST_F(CudaTest, RmsNormOfShortAndLongVectors) {
+  for (const int dim : {32, 2048, 5000}) {
+    same("rms_norm " + std::to_string(dim), 1e-6, [&](Side& side) -> Program {
+      return {RmsNorm{.tokens = 3, .dim = dim, .eps = 1e-6f, .weight = side.floats(size_t(dim)),
+                      .in = side.acts(3, dim), .out = side.out(3, dim, "out")}};
+    });
+  }
+}
+
+TEST_F(CudaTest, SwigluInPlaceAndBeside) {
+  same("swiglu", 1e-6, [](Side& side) -> Program {
+    const Acts gate = side.acts(5, 700), up = side.acts(5, 700);
+    const Acts out = side.out(5, 700, "out");
+    return {Swiglu{.tokens = 5, .dim = 700, .gate = gate, .up = up, .out = out}};
+  });
+}
+
+// Odd numbers of rows and columns, parts that end inside a tile, several dtypes, every kernel.
+TEST_F(CudaTest, LinearOfEveryKernel) {
+  struct Case {
+    int in;
+    std::vector<int> rows;
+    DType dtype;
+  };
+  const Case cases[] = {{2048, {512, 16, 16, 256}, DType::BF16},
+                        {5632, {256}, DType::BF16},
+                        {40, {30, 7, 300}, DType::BF16},
+                        {32, {128}, DType::BF16},
+                        {37, {19, 300}, DType::BF16},
+                        {256, {64, 30}, DType::F16},
+                        {256, {64, 30}, DType::F32}};
+  for (const Case& c : cases) {
+    for (const int tokens : {1, 5, 8, 13, 32, 50, 64, 70, 128, 200}) {
+      for (const bool accumulate : {false, true}) {
+        const std::string what = "linear " + std::to_string(c.in) + " dtype " +
+                                 std::to_string(int(c.dtype)) + " tokens " +
+                                 std::to_string(tokens) + (accumulate ? " accumulate" : "");
+        same(what, 2e-5, [&](Side& side) -> Program {
+          Linear op{.tokens = tokens, .in = c.in, .accumulate = accumulate};
+          int rows = 0;
+          for (const int r : c.rows) {
+            if (op.parts % 2 == 1) op.bias[size_t(op.parts)] = side.floats(size_t(r));
+            op.part[size_t(op.parts++)] = side.matrix(r, c.in, c.dtype);
+            rows += r;
+          }
+          op.x = side.acts(tokens, c.in);
+          op.y = accumulate ? side.acts(tokens, rows) : side.out(tokens, rows, "y");
+          if (accumulate) side.compare(op.y.data, size_t(tokens * op.y.stride), "y");
+          return {op};
+        });
+      }
+    }
+  }
+}
+
+// Parts adopted one after the other are one matrix to the library.
+TEST_F(CudaTest, LinearOfAdoptedNeighbours) {
+  std::vector<std::vector<uint16_t>> kept;
+  same("linear, adopted parts, 160 tokens", 2e-5, [&](Side& side) -> Program {
+    Linear op{.tokens = 160, .in = 512, .parts = 3};
+    for (size_t p = 0; p < 3; ++p) {
+      const size_t rows = p == 1 ? 64 : 512;
+      const std::vector<float> values = side.normal(rows * 512, 0.04f);
+      kept.emplace_back();
+      for (const float value : values) {
+        uint32_t bits;
+        std::memcpy(&bits, &value, 4);
+        kept.back().push_back(uint16_t(bits >> 16));
+      }
+      op.part[p] = {.data = side.backend().adopt(kept.back().data(), rows * 512 * 2),
+                    .rows = int32_t(rows), .cols = 512, .dtype = DType::BF16};
+    }
+    op.x = side.acts(160, 512);
+    op.y = side.out(160, 512 + 64 + 512, "y");
+    return {op};
+  });
+}
+
+// A token's numbers must not change with the tokens beside it: bit for bit up to 64 tokens.
+TEST_F(CudaTest, LinearOfATokenAloneAndInCompany) {
+  Side side(cuda(), 3);
+  const Matrix matrix = side.matrix(700, 2048, DType::BF16);
+  const Acts x = side.acts(64, 2048);
+  std::vector<float> alone;
+  for (const int tokens : {1, 8, 16, 32, 64}) {
+    const Acts y = side.out(tokens, 700, "y");
+    const Program program{
+        Linear{.tokens = tokens, .in = 2048, .parts = 1, .part = {matrix}, .x = x, .y = y}};
+    side.backend().run(program);
+    const std::vector<float> first = side.read(y.data, 700);
+    if (alone.empty()) alone = first;
+    EXPECT_EQ(alone, first) << tokens;
+  }
+}
+
+// The first run launches, the second records, the third replays; a changed op is seen.
+TEST_F(CudaTest, ReplayComputesWhatTheFirstRunDid) {
+  Side side(cuda(), 5);
+  const Acts x = side.acts(4, 256), h = side.out(4, 512, "h"), y = side.acts(4, 256);
+  const std::vector<float> before = side.read(y.data, size_t(4 * y.stride));
+  const float* weight = side.floats(256);
+  const Matrix up = side.matrix(512, 256, DType::BF16), down = side.matrix(256, 256, DType::BF16);
+  Program program{
+      RmsNorm{.tokens = 4, .dim = 256, .eps = 1e-6f, .weight = weight, .in = x, .out = x},
+      Linear{.tokens = 4, .in = 256, .parts = 1, .part = {up}, .x = x, .y = h},
+      Swiglu{.tokens = 4, .dim = 256, .gate = h, .up = h.from(256), .out = h},
+      Linear{.tokens = 4, .in = 256, .parts = 1, .part = {down}, .x = h, .y = y}};
+  const std::vector<float> input = side.read(x.data, size_t(4 * x.stride));
+  std::vector<float> results[4];
+  for (auto& result : results) {
+    side.backend().upload(x.data, input.data(), input.size() * sizeof(float));
+    side.backend().upload(y.data, before.data(), before.size() * sizeof(float));
+    side.backend().run(program);
+    result = side.read(y.data, before.size());
+  }
+  EXPECT_NE(results[0], before);
+  for (const auto& result : results) EXPECT_EQ(result, results[0]);
+  std::get<Linear>(program.back()).accumulate = true;
+  side.backend().upload(x.data, input.data(), input.size() * sizeof(float));
+  side.backend().run(program);
+  EXPECT_NE(side.read(y.data, before.size()), results[0]);
+}
+
+TEST_F(CudaTest, CopiesOfEverySize) {
+  Side side(cuda(), 1);
+  for (const size_t count : {size_t(1), size_t(1000), size_t(3) << 20, size_t(9) << 20}) {
+    const std::vector<float> values = side.normal(count);
+    float* a = side.put(values);
+    auto* b = static_cast<float*>(side.backend().allocate(count * sizeof(float)));
+    EXPECT_EQ(side.read(b, count), std::vector<float>(count, 0.0f));
+    side.backend().copy(b, a, count * sizeof(float));
+    EXPECT_EQ(side.read(b, count), values);
+  }
+}
+
+TEST(CudaBackend, AbsentDeviceIsNamed) {
+  std::string error;
+  EXPECT_EQ(make_cuda_backend(1000, &error), nullptr);
+  EXPECT_NE(error, "");
+}
+
+}  // namespace
+}  // namespace weir
