@@ -22,7 +22,9 @@ ModelSpec hybrid_spec() {
 
 CapacityGiven given(size_t free_mib) {
   return {.free_bytes = free_mib * kMib, .weights_bytes = 10 * kMib,
-          .workspace_bytes = [](const Limits& limits) { return size_t(limits.step_tokens) * 1024; }};
+          .workspace_bytes = [](const Limits& limits) {
+            return size_t(limits.step_tokens) * 1024;
+          }};
 }
 
 std::string all(const std::vector<std::string>& lines) {
