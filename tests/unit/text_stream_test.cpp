@@ -37,7 +37,8 @@ TEST(TextStream, AStopStringSpansTokens) {
 
 TEST(TextStream, ANearMissArrivesWhole) {
   TextStream stream({"own fox"});
-  EXPECT_EQ(pieces(stream, {"brown fo", "al", " own fo"}), (Pieces{"br", "own foal", " ", "own fo"}));
+  EXPECT_EQ(pieces(stream, {"brown fo", "al", " own fo"}),
+            (Pieces{"br", "own foal", " ", "own fo"}));
   EXPECT_EQ(stream.stopped(), std::nullopt);
 }
 
