@@ -1,0 +1,129 @@
+// The engine's own tokens per second, with no gRPC and no text: what a server can deliver at most.
+// Compare with weir-load on a weir-server of the same model, in the same hour.
+//
+//   engine_bench MODEL_DIR [STREAMS] [PROMPT_TOKENS] [ANSWER_TOKENS] [SECONDS]
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "engine/engine.h"
+#include "engine/runner.h"
+
+namespace weir {
+namespace {
+
+class Quiet final : public Observer {
+ public:
+  void on_step(const StepReport& report) override {
+    ++steps;
+    step_seconds += report.seconds;
+  }
+  void on_occupancy(const Occupancy&) override {}
+
+  int64_t steps = 0;
+  double step_seconds = 0;
+};
+
+struct Load {
+  int32_t streams = 32, prompt_tokens = 64, answer_tokens = 128;
+  double seconds = 10;
+};
+
+// A closed loop of one stream: the next request goes in when the last answer has ended.
+class Stream final : public TokenSink {
+ public:
+  Stream(Engine& engine, const Load& load, int32_t vocab, uint64_t seed)
+      : engine_(engine), load_(load), vocab_(vocab), seed_(seed) {}
+
+  void submit() {
+    Request request{.new_tokens = load_.answer_tokens};
+    request.sampling = {.temperature = 1, .seed = ++seed_};
+    for (int32_t i = 0; i < load_.prompt_tokens; ++i) {
+      request.prompt.push_back(Token((seed_ * 7919 + uint64_t(i) * 104729) % uint64_t(vocab_)));
+    }
+    if (engine_.submit(std::move(request), *this).admission != Admission::Accepted) std::abort();
+  }
+  void emit(const Emission& emission) override {
+    tokens += emission.token.has_value();
+    if (!emission.finish) return;
+    if (stopping) {
+      ended = true;
+    } else {
+      submit();
+    }
+  }
+
+  std::atomic<int64_t> tokens{0};
+  std::atomic<bool> stopping{false}, ended{false};
+
+ private:
+  Engine& engine_;
+  const Load& load_;
+  const int32_t vocab_;
+  uint64_t seed_;
+};
+
+void wait(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+
+int run(const char* folder, const Load& load) {
+  const auto backend = make_cpu_backend();
+  const auto model = load_model(folder, *backend);
+  if (!model.ok()) {
+    std::fprintf(stderr, "%s\n", std::string(model.status().message()).c_str());
+    return 1;
+  }
+  const Limits limits{.slots = load.streams,
+                      .step_tokens = std::max(512, load.streams),
+                      .chunk_tokens = 256,
+                      .queued = load.streams,
+                      .prompt_tokens = load.prompt_tokens,
+                      .new_tokens = load.answer_tokens,
+                      .vocab = model->spec.vocab};
+  const StatePool pool(model->spec, limits, *backend);
+  Runner runner(*model, pool, limits, *backend);
+  Quiet observer;
+  std::vector<std::unique_ptr<Stream>> streams;
+  Engine engine(limits, runner, observer);
+  for (int32_t i = 0; i < load.streams; ++i) {
+    streams.push_back(std::make_unique<Stream>(engine, load, limits.vocab, uint64_t(i) << 32));
+    streams.back()->submit();
+  }
+  const auto sum = [&streams] {
+    int64_t tokens = 0;
+    for (const auto& stream : streams) tokens += stream->tokens;
+    return tokens;
+  };
+  wait(1);  // past the first prompts
+  const auto begin = std::chrono::steady_clock::now();
+  const int64_t before = sum();
+  wait(load.seconds);
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  const double rate = double(sum() - before) / took.count();
+  for (const auto& stream : streams) stream->stopping = true;
+  for (const auto& stream : streams) {
+    while (!stream->ended) wait(0.001);
+  }
+  std::printf("%s: %d streams, prompts of %d, answers of %d: %.0f tokens/s\n",
+              backend->info().name.c_str(), load.streams, load.prompt_tokens, load.answer_tokens,
+              rate);
+  return 0;
+}
+
+}  // namespace
+}  // namespace weir
+
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    std::fprintf(stderr, "usage: engine_bench MODEL_DIR [STREAMS] [PROMPT] [ANSWER] [SECONDS]\n");
+    return 2;
+  }
+  weir::Load load;
+  if (argc > 2) load.streams = std::atoi(argv[2]);
+  if (argc > 3) load.prompt_tokens = std::atoi(argv[3]);
+  if (argc > 4) load.answer_tokens = std::atoi(argv[4]);
+  if (argc > 5) load.seconds = std::atof(argv[5]);
+  return weir::run(argv[1], load);
+}
