@@ -44,8 +44,9 @@ void LoadCall::count_tokens(uint32_t tokens) {
 void LoadCall::OnDone(const grpc::Status& status) {
   record_.finished = std::chrono::steady_clock::now();
   record_.status = status;
-  done_(this, std::move(record_));
-  delete this;
+  // From here on the owner may destroy this object.
+  const Done done = std::move(done_);
+  done(this, std::move(record_));
 }
 
 }  // namespace weir

@@ -28,7 +28,8 @@ struct CallRecord {
   grpc::Status status;
 };
 
-// One streaming call. Deletes itself when it is over, after `done` has been told.
+// One streaming call. `done` is told on a thread of gRPC's and may not destroy the call there: with
+// it the last use of a channel could go, and a channel waits for gRPC's threads to end.
 class LoadCall final : public grpc::ClientReadReactor<v1::GenerateResponse> {
  public:
   using Done = std::function<void(LoadCall*, CallRecord)>;
@@ -42,7 +43,6 @@ class LoadCall final : public grpc::ClientReadReactor<v1::GenerateResponse> {
   void OnDone(const grpc::Status& status) override;
 
  private:
-  ~LoadCall() override = default;
   void count_tokens(uint32_t tokens);
 
   const v1::GenerateRequest request_;

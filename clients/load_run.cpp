@@ -25,9 +25,10 @@ LoadResult LoadRun::run(const std::function<void(const LoadProgress&)>& progress
   SteadyTime next_progress = begin_ + to_duration(progress_seconds);
   while (true) {
     start_due(lock);
+    ended_.clear();
     const SteadyTime now = std::chrono::steady_clock::now();
     const bool starting = may_start(now);
-    if (!starting && running_.empty()) break;
+    if (!starting && running_.empty() && ended_.empty()) break;
     if (now >= next_progress) {
       progress(snapshot());
       next_progress = now + to_duration(progress_seconds);
@@ -93,6 +94,7 @@ void LoadRun::start_one(Lock& lock, SteadyTime intended) {
 void LoadRun::done(LoadCall* call, const CallRecord& record) {
   const std::lock_guard<std::mutex> lock(mutex_);
   running_.erase(call);
+  ended_.emplace_back(call);
   result_.add(record);
   last_end_ = std::max(last_end_, record.finished);
   changed_.notify_one();

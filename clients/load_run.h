@@ -64,6 +64,7 @@ class LoadRun {
   mutable std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
   std::unordered_set<LoadCall*> running_;
+  std::vector<std::unique_ptr<LoadCall>> ended_;  // until the thread of run() destroys them
   int64_t started_ = 0;
   SteadyTime last_end_;
   bool interrupted_ = false;
