@@ -9,7 +9,6 @@
 #include <utility>
 
 #include <google/protobuf/stubs/logging.h>
-#include <prometheus/exposer.h>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -25,6 +24,7 @@
 #include "server/flags.h"
 #include "server/generation_service.h"
 #include "server/grpc_server.h"
+#include "server/metrics_endpoint.h"
 #include "server/process_metrics.h"
 #include "server/signal_watch.h"
 #include "server/warm_up.h"
@@ -84,7 +84,7 @@ struct Server {
   std::unique_ptr<CallSupport> support;
   std::unique_ptr<GenerationService> service;
   std::unique_ptr<GrpcServer> grpc;
-  std::unique_ptr<prometheus::Exposer> exposer;
+  std::unique_ptr<MetricsEndpoint> endpoint;
 
  private:
   absl::Status expose_metrics();
@@ -178,16 +178,11 @@ absl::Status Server::serve() {
 }
 
 absl::Status Server::expose_metrics() {
-  const std::string where = address(options.metrics_host, options.metrics_port);
-  try {  // the library's way to say that the port is taken
-    exposer = std::make_unique<prometheus::Exposer>(where);
-  } catch (const std::exception&) {
-    return absl::UnavailableError(absl::StrCat(
-        "--metrics_host, --metrics_port: expected an address to listen on, found ", where,
-        ", which is taken or not ours"));
-  }
-  exposer->RegisterCollectable(metrics->registry());
-  exposer->RegisterCollectable(process_metrics);
+  auto started = MetricsEndpoint::start(options.metrics_host, options.metrics_port);
+  if (!started.ok()) return started.status();
+  endpoint = *std::move(started);
+  endpoint->add(metrics->registry());
+  endpoint->add(process_metrics);
   return absl::OkStatus();
 }
 
@@ -229,7 +224,7 @@ int run(const Options& options, SignalWatch& signals) {
   if (!status.ok()) return fail(status, kExitStart);
   signals.serving();
   const std::string metrics_address =
-      address(options.metrics_host, server.exposer->GetListeningPorts().front());
+      address(options.metrics_host, server.endpoint->port());
   std::printf("weir-server: serving %s on %s, metrics on %s\n", server.served->name.c_str(),
               address(options.host, server.grpc->port()).c_str(), metrics_address.c_str());
   std::fflush(stdout);
