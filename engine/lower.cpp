@@ -122,8 +122,9 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
     norm(layer_weights.mixer_norm);
     lower_mixer(spec.layers[i], layer_weights, layer);
     workspace.release(mark);
+    if (!spec.layers[i].mlp) continue;
     norm(layer_weights.mlp_norm);
-    lower_mlp(spec.layers[i].mlp, layer_weights, layer);
+    lower_mlp(*spec.layers[i].mlp, layer_weights, layer);
     workspace.release(mark);
   }
   lower_outputs(spec, weights, arrays, shape.outputs, residual, workspace, program);

@@ -67,7 +67,28 @@ DeltaWeights bind_weights(const DeltaMixer& mixer, int32_t dim, const std::strin
                           WeightReader& reader);
 AttentionWeights bind_weights(const AttentionMixer& mixer, int32_t dim, const std::string& prefix,
                               WeightReader& reader);
+SwilaWeights bind_weights(const SwilaMixer& mixer, int32_t dim, const std::string& prefix,
+                          WeightReader& reader);
+GlaWeights bind_weights(const GlaMixer& mixer, int32_t dim, const std::string& prefix,
+                        WeightReader& reader);
+RetNetWeights bind_weights(const RetNetMixer& mixer, int32_t dim, const std::string& prefix,
+                           WeightReader& reader);
+Hgrn2Weights bind_weights(const Hgrn2Mixer& mixer, int32_t dim, const std::string& prefix,
+                          WeightReader& reader);
+LinearMixerWeights bind_weights(const LinearMixer& mixer, int32_t dim, const std::string& prefix,
+                                WeightReader& reader);
+GsaWeights bind_weights(const GsaMixer& mixer, int32_t dim, const std::string& prefix,
+                        WeightReader& reader);
+Mamba2Weights bind_weights(const Mamba2Mixer& mixer, int32_t dim, const std::string& prefix,
+                           WeightReader& reader);
 void lower(const DeltaMixer& mixer, const DeltaWeights& weights, LayerContext& layer);
 void lower(const AttentionMixer& mixer, const AttentionWeights& weights, LayerContext& layer);
+void lower(const SwilaMixer& mixer, const SwilaWeights& weights, LayerContext& layer);
+void lower(const GlaMixer& mixer, const GlaWeights& weights, LayerContext& layer);
+void lower(const RetNetMixer& mixer, const RetNetWeights& weights, LayerContext& layer);
+void lower(const Hgrn2Mixer& mixer, const Hgrn2Weights& weights, LayerContext& layer);
+void lower(const LinearMixer& mixer, const LinearMixerWeights& weights, LayerContext& layer);
+void lower(const GsaMixer& mixer, const GsaWeights& weights, LayerContext& layer);
+void lower(const Mamba2Mixer& mixer, const Mamba2Weights& weights, LayerContext& layer);
 
 }  // namespace weir

@@ -42,14 +42,48 @@ Acts lower_linear(LayerContext& layer, const Matrix& matrix, const float* bias, 
   return y;
 }
 
-void lower_residual(LayerContext& layer, const Matrix& matrix, Acts x) {
+void lower_residual(LayerContext& layer, const Matrix& matrix, Acts x, const float* bias) {
   layer.program.push_back(Linear{.tokens = layer.rows.tokens,
                                  .in = matrix.cols,
                                  .parts = 1,
                                  .part = {matrix},
+                                 .bias = {bias},
                                  .accumulate = true,
                                  .x = x,
                                  .y = layer.residual});
+}
+
+Acts lower_conv(LayerContext& layer, const Convolution& conv, Activation activation, Acts x,
+                SlotState& history) {
+  const Acts out = layer.workspace.take(layer.rows.tokens, conv.channels);
+  layer.program.push_back(Conv1d{.rows = layer.rows,
+                                    .channels = conv.channels,
+                                    .width = conv.width,
+                                    .taps = conv.taps,
+                                    .bias = conv.bias,
+                                    .activation = activation,
+                                    .in = x,
+                                    .out = out,
+                                    .history = history});
+  history = history.from(int64_t(conv.channels) * (conv.width - 1));
+  return out;
+}
+
+void lower_activation(LayerContext& layer, Activation activation, int32_t dim, Acts x) {
+  if (activation == Activation::None) return;
+  lower_elementwise(layer, {.activation = activation}, dim, x);
+}
+
+const float* bind_gated_norm(const std::string& prefix, int32_t size, WeightReader& reader) {
+  const std::string fused = prefix + "g_norm_swish_gate.weight";
+  return reader.vector(reader.has(fused) ? fused : prefix + "g_norm.weight", size);
+}
+
+void lower_elementwise(LayerContext& layer, Elementwise op, int32_t dim, Acts x) {
+  op.tokens = layer.rows.tokens;
+  op.dim = dim;
+  op.x = op.out = x;
+  layer.program.push_back(op);
 }
 
 }  // namespace weir

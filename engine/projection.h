@@ -29,7 +29,17 @@ class Projection {
 
 // y = W x + bias, in new workspace.
 Acts lower_linear(LayerContext& layer, const Matrix& matrix, const float* bias, Acts x);
-// residual += W x: a layer's out-projection.
-void lower_residual(LayerContext& layer, const Matrix& matrix, Acts x);
+// residual += W x [+ bias]: a layer's out-projection.
+void lower_residual(LayerContext& layer, const Matrix& matrix, Acts x, const float* bias = nullptr);
+// A short convolution into new workspace, with its history at the front of `history`, which moves
+// on.
+Acts lower_conv(LayerContext& layer, const Convolution& conv, Activation activation, Acts x,
+                SlotState& history);
+// An activation in place; None adds no op.
+void lower_activation(LayerContext& layer, Activation activation, int32_t dim, Acts x);
+// The weight of a gated per-head norm: fla names it after whether the norm and gate were fused.
+const float* bind_gated_norm(const std::string& prefix, int32_t size, WeightReader& reader);
+// An elementwise function in place.
+void lower_elementwise(LayerContext& layer, Elementwise op, int32_t dim, Acts x);
 
 }  // namespace weir

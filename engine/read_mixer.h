@@ -18,6 +18,14 @@ DeltaMixer read_gated_deltanet(ConfigReader& reader);
 DeltaMixer read_kda(ConfigReader& reader);
 DeltaMixer read_gdn2(ConfigReader& reader);
 
+SwilaMixer read_swila(ConfigReader& reader);
+GlaMixer read_gla(ConfigReader& reader, int32_t dim);
+RetNetMixer read_retnet(ConfigReader& reader, int32_t dim);
+Hgrn2Mixer read_hgrn2(ConfigReader& reader, int32_t dim);
+LinearMixer read_linear_attn(ConfigReader& reader, int32_t dim);
+GsaMixer read_gsa(ConfigReader& reader, int32_t dim);
+Mamba2Mixer read_mamba2(ConfigReader& reader, int32_t dim);
+
 // model_type transformer.
 AttentionMixer read_transformer(ConfigReader& reader, int32_t dim);
 // The `attn` option of the others: overwrites the mixers of the layers that it names.

@@ -14,19 +14,89 @@ using nlohmann::json;
 
 constexpr size_t kConfigBytesMax = 16 << 20;
 constexpr int32_t kLayersMax = 4096;
-constexpr const char* kServed = "transformer, delta_net, gated_deltanet, kda, gdn2";
+
+// What is served: how a type's mixer is read, and what a silent config.json means for it.
+struct ServedType {
+  const char* name;
+  Mixer (*read)(ConfigReader& reader, int32_t dim);
+  int32_t layers = 24;
+  double norm_eps = 1e-6;
+  double hidden_ratio = 4;     // of the MLP; 0: there is none
+  bool attention = true;       // takes the `attn` option
+  TensorNames names = TensorNames::Fla;
+};
+constexpr std::array kServed = {
+    ServedType{
+        .name = "transformer",
+        .read = [](ConfigReader& r, int32_t dim) -> Mixer { return read_transformer(r, dim); },
+        .attention = false},
+    ServedType{
+        .name = "delta_net",
+        .read = [](ConfigReader& r, int32_t dim) -> Mixer { return read_delta_net(r, dim); }},
+    ServedType{.name = "gated_deltanet",
+               .read = [](ConfigReader& r, int32_t) -> Mixer { return read_gated_deltanet(r); },
+               .layers = 21},
+    ServedType{.name = "kda",
+               .read = [](ConfigReader& r, int32_t) -> Mixer { return read_kda(r); }},
+    ServedType{.name = "gdn2",
+               .read = [](ConfigReader& r, int32_t) -> Mixer { return read_gdn2(r); }},
+    ServedType{.name = "swila",
+               .read = [](ConfigReader& r, int32_t) -> Mixer { return read_swila(r); }},
+    ServedType{.name = "gla",
+               .read = [](ConfigReader& r, int32_t dim) -> Mixer { return read_gla(r, dim); }},
+    ServedType{.name = "retnet",
+               .read = [](ConfigReader& r, int32_t dim) -> Mixer { return read_retnet(r, dim); },
+               .hidden_ratio = 2},
+    ServedType{.name = "hgrn2",
+               .read = [](ConfigReader& r, int32_t dim) -> Mixer { return read_hgrn2(r, dim); }},
+    ServedType{
+        .name = "linear_attn",
+        .read = [](ConfigReader& r, int32_t dim) -> Mixer { return read_linear_attn(r, dim); }},
+    ServedType{.name = "gsa",
+               .read = [](ConfigReader& r, int32_t dim) -> Mixer { return read_gsa(r, dim); }},
+    ServedType{.name = "mamba2",
+               .read = [](ConfigReader& r, int32_t dim) -> Mixer { return read_mamba2(r, dim); },
+               .layers = 48,
+               .norm_eps = 1e-5,
+               .hidden_ratio = 0,
+               .attention = false,
+               .names = TensorNames::Mamba},
+};
 
 // Types of the flash-linear-attention family, and its neighbours, that are known and not served.
-constexpr std::array kNotServed = {
-    "abc",          "bitnet",      "comba",       "deltaformer",  "forgetting_transformer",
-    "gated_deltaproduct",          "gla",         "gsa",          "hgrn",
-    "hgrn2",        "lightnet",    "linear_attn", "log_linear_mamba2",
-    "mamba",        "mamba2",      "mamba3",      "mesa_net",     "mla",
-    "moba",         "mom",         "mom_gated_deltanet",          "nsa",
-    "parallax",     "path_attn",   "precond_gated_deltanet",      "precond_kda",
-    "qwen3_5",      "qwen3_5_text", "qwen3_next", "kimi_linear",  "raven",
-    "retnet",       "rodimus",     "rwkv6",       "rwkv7",        "samba",
-    "simple_gla",   "swila",       "wall_transformer",            "yoco"};
+constexpr std::array kNotServed = {"abc",
+                                   "bitnet",
+                                   "comba",
+                                   "deltaformer",
+                                   "forgetting_transformer",
+                                   "gated_deltaproduct",
+                                   "hgrn",
+                                   "kimi_linear",
+                                   "lightnet",
+                                   "log_linear_mamba2",
+                                   "mamba",
+                                   "mamba3",
+                                   "mesa_net",
+                                   "mla",
+                                   "moba",
+                                   "mom",
+                                   "mom_gated_deltanet",
+                                   "nsa",
+                                   "parallax",
+                                   "path_attn",
+                                   "precond_gated_deltanet",
+                                   "precond_kda",
+                                   "qwen3_5",
+                                   "qwen3_5_text",
+                                   "qwen3_next",
+                                   "raven",
+                                   "rodimus",
+                                   "rwkv6",
+                                   "rwkv7",
+                                   "samba",
+                                   "simple_gla",
+                                   "wall_transformer",
+                                   "yoco"};
 
 // Keys that would change the mathematics whatever their value.
 constexpr std::array kMustBeNull = {
@@ -45,26 +115,35 @@ void refuse_unserved_keys(ConfigReader& reader) {
   reader.choice<int>("hidden_act", 0, {{"swish", 0}, {"silu", 0}});
 }
 
-std::string read_model_type(ConfigReader& reader) {
+std::string served_names() {
+  std::string names;
+  for (const ServedType& type : kServed)
+    absl::StrAppend(&names, names.empty() ? "" : ", ", type.name);
+  return names;
+}
+
+// Null after a refusal.
+const ServedType* read_model_type(ConfigReader& reader) {
   const json* type = reader.find("model_type");
   if (!type || !type->is_string()) {
-    reader.refuse("model_type", absl::StrCat("one of ", kServed), type ? *type : json());
-    return "";
+    reader.refuse("model_type", "one of " + served_names(), type ? *type : json());
+    return nullptr;
   }
   const std::string& name = type->get_ref<const std::string&>();
-  if (absl::StrCat(", ", kServed, ",").find(absl::StrCat(", ", name, ",")) == std::string::npos) {
-    const bool known = std::find(kNotServed.begin(), kNotServed.end(), name) != kNotServed.end();
-    reader.refuse_text("model_type",
-                       absl::StrCat("expected one of ", kServed, "; found ", describe(*type),
-                                    known ? ", a known type that is not served" : ""));
+  for (const ServedType& served : kServed) {
+    if (name == served.name) return &served;
   }
-  return name;
+  const bool known = std::find(kNotServed.begin(), kNotServed.end(), name) != kNotServed.end();
+  reader.refuse_text("model_type",
+                     absl::StrCat("expected one of ", served_names(), "; found ", describe(*type),
+                                  known ? ", a known type that is not served" : ""));
+  return nullptr;
 }
 
 // The MLP's width. Where the file is silent it follows from hidden_ratio, rounded up to 256.
-int32_t read_mlp(ConfigReader& reader, int32_t dim) {
-  const double ratio =
-      reader.is_set("hidden_ratio") ? reader.number("hidden_ratio", 4, 0, 1024) : 4;
+int32_t read_mlp(ConfigReader& reader, int32_t dim, double usual_ratio) {
+  double ratio = reader.find("hidden_ratio") ? 4 : usual_ratio;  // null counts as 4
+  if (reader.is_set("hidden_ratio")) ratio = reader.number("hidden_ratio", 4, 0, 1024);
   if (reader.is_set("intermediate_size")) {
     return reader.integer("intermediate_size", 1, 1, kDimMax);
   }
@@ -102,35 +181,37 @@ void read_special_tokens(ConfigReader& reader, ModelSpec& spec) {
   }
 }
 
-Mixer read_mixer(ConfigReader& reader, const ModelSpec& spec) {
-  if (spec.model_type == "transformer") return read_transformer(reader, spec.dim);
-  if (spec.model_type == "delta_net") return read_delta_net(reader, spec.dim);
-  if (spec.model_type == "gated_deltanet") return read_gated_deltanet(reader);
-  if (spec.model_type == "kda") return read_kda(reader);
-  return read_gdn2(reader);
-}
-
 ModelSpec read_model(ConfigReader& reader) {
   ModelSpec spec;
-  spec.model_type = read_model_type(reader);
-  if (!reader.status().ok()) return spec;  // what other keys mean depends on it
+  const ServedType* type = read_model_type(reader);
+  if (!type) return spec;  // what other keys mean depends on it
+  spec.model_type = type->name;
   refuse_unserved_keys(reader);
   spec.dim = reader.integer("hidden_size", 2048, 1, kDimMax);
   spec.vocab = reader.integer("vocab_size", 32000, 1, kDimMax);
-  const char* eps_key = reader.find("norm_eps") ? "norm_eps" : "rms_norm_eps";
-  spec.norm_eps = float(reader.number(eps_key, 1e-6, 1e-30, 1));
+  spec.names = type->names;
+  const char* eps_key = "norm_eps";
+  for (const char* old : {"rms_norm_eps", "layer_norm_epsilon"}) {
+    if (!reader.find(eps_key) && reader.find(old)) eps_key = old;
+  }
+  spec.norm_eps = float(reader.number(eps_key, type->norm_eps, 1e-30, 1));
   spec.tied_embeddings = reader.boolean("tie_word_embeddings", false);
   read_special_tokens(reader, spec);
 
-  const int32_t usual_layers = spec.model_type == "gated_deltanet" ? 21 : 24;
-  const int32_t layers = reader.integer("num_hidden_layers", usual_layers, 1, kLayersMax);
-  const Mlp mlp{.hidden = read_mlp(reader, spec.dim)};
-  const Mixer mixer = read_mixer(reader, spec);
-  spec.layers.assign(size_t(layers), LayerSpec{.mixer = mixer, .mlp = mlp});
-  if (spec.model_type != "transformer") {
+  const int32_t layers = reader.integer("num_hidden_layers", type->layers, 1, kLayersMax);
+  LayerSpec layer{.mixer = type->read(reader, spec.dim)};
+  if (type->hidden_ratio > 0) {
+    layer.mlp = Mlp{.hidden = read_mlp(reader, spec.dim, type->hidden_ratio)};
+  }
+  spec.layers.assign(size_t(layers), layer);
+  for (int32_t i = 0; i < layers; ++i) {
+    auto* hgrn2 = std::get_if<Hgrn2Mixer>(&spec.layers[size_t(i)].mixer);
+    if (hgrn2) hgrn2->layer = i, hgrn2->layers = layers;
+  }
+  if (type->attention) {
     read_attention_layers(reader, spec.dim, spec.layers);
   } else if (reader.is_set("attn")) {
-    reader.refuse("attn", "null for a transformer", *reader.find("attn"));
+    reader.refuse("attn", absl::StrCat("null for a ", type->name), *reader.find("attn"));
   }
   return spec;
 }

@@ -17,7 +17,56 @@ StateSize size_of(const AttentionMixer& m) {
   return {.kv_per_token = per_token};
 }
 
+StateSize size_of(const SwilaMixer& m) {
+  const size_t channels = size_t(m.heads) * m.head_dim;
+  const size_t mixed = channels * m.mixtures;
+  return {.recurrent = (mixed * m.head_dim + (m.temporal ? 2 * mixed : 0)) * kFloat,
+          .conv = 3 * channels * size_t(m.conv.width - 1) * kFloat};
+}
+
+size_t history_bytes(const std::optional<ShortConv>& conv, size_t channels) {
+  return conv ? channels * size_t(conv->width - 1) * kFloat : 0;
+}
+
+StateSize size_of(const GlaMixer& m) {
+  const size_t queries = size_t(m.heads) * m.key_dim, keys = size_t(m.kv_heads) * m.key_dim;
+  return {.recurrent = keys * m.value_dim * kFloat,
+          .conv = history_bytes(m.conv, queries + keys + size_t(m.kv_heads) * m.value_dim)};
+}
+
+StateSize size_of(const RetNetMixer& m) {
+  return {.recurrent = size_t(m.heads) * m.key_dim * m.value_dim * kFloat};
+}
+
+StateSize size_of(const Hgrn2Mixer& m) {
+  const size_t keys = size_t(m.heads) * m.head_dim;
+  return {.recurrent = keys * m.value_dim * kFloat,
+          .conv = history_bytes(m.conv, 2 * keys + size_t(m.heads) * m.value_dim)};
+}
+
+StateSize size_of(const LinearMixer& m) {
+  const size_t keys = size_t(m.kv_heads) * m.feature_dim();
+  return {.recurrent = (keys * m.value_dim + (m.normalise ? keys : 0)) * kFloat};
+}
+
+StateSize size_of(const GsaMixer& m) {
+  const auto kv_heads = size_t(m.kv_heads);
+  const size_t channels = size_t(m.heads) * m.key_dim + kv_heads * (m.key_dim + m.value_dim);
+  return {.recurrent = kv_heads * m.slots * size_t(m.key_dim + m.value_dim) * kFloat,
+          .conv = history_bytes(m.conv, channels)};
+}
+
+StateSize size_of(const Mamba2Mixer& m) {
+  return {.recurrent = size_t(m.inner()) * m.state_dim * kFloat,
+          .conv = history_bytes(m.conv, size_t(m.conv_channels()))};
+}
+
 }  // namespace
+
+int32_t LinearMixer::feature_dim() const {
+  if (feature == LinearFeature::Hedgehog) return 2 * key_dim;
+  return feature == LinearFeature::Dpfp ? 8 * key_dim : key_dim;
+}
 
 StateSize& StateSize::operator+=(const StateSize& other) {
   recurrent += other.recurrent;

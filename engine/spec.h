@@ -57,7 +57,83 @@ struct AttentionMixer {
   bool qk_norm = false;    // rms per head, eps 1e-5, before the rotation
 };
 
-using Mixer = std::variant<DeltaMixer, AttentionMixer>;
+// Switching Linear Attention: each head keeps `mixtures` state matrices, weighed by posteriors.
+struct SwilaMixer {
+  int32_t heads = 0, mixtures = 0, head_dim = 0;
+  int32_t router_rank = 0, beta_rank = 0, gate_rank = 0;  // inner widths of the low-rank maps
+  bool temporal = false;  // the posterior and the query's prior carry over to the next token
+  bool gated = false;     // a decay for each mixture and key channel
+  ShortConv conv;
+};
+
+// Gated linear attention: a decay for each key channel, nothing erased.
+struct GlaMixer {
+  int32_t heads = 0, kv_heads = 0, key_dim = 0, value_dim = 0;
+  std::optional<ShortConv> conv;
+  Activation feature = Activation::None;  // of queries and keys
+  std::optional<float> clamp_min;         // of the log decay
+  bool output_gate = true;
+};
+
+// RetNet: constant decays 1 - 2^(-5 - head), rotary positions.
+struct RetNetMixer {
+  int32_t heads = 0, kv_heads = 0, key_dim = 0, value_dim = 0;
+  Activation feature = Activation::None;
+  bool output_gate = true;
+};
+
+// HGRN2: keys are what the decays leave free.
+struct Hgrn2Mixer {
+  int32_t heads = 0, head_dim = 0, value_dim = 0;
+  std::optional<ShortConv> conv;
+  bool lower_bound = true;             // decays of layer N are at least a learned bound
+  int32_t layer = 0, layers = 0;       // which the bound depends on
+};
+
+enum class LinearFeature : uint8_t {
+  ElementwiseProduct,
+  Hedgehog,
+  T2r,
+  EluPlusOne,
+  Relu,
+  Identity,
+  Dpfp
+};
+
+// Additive linear attention.
+struct LinearMixer {
+  int32_t heads = 0, kv_heads = 0, key_dim = 0, value_dim = 0;
+  LinearFeature feature = LinearFeature::ElementwiseProduct;
+  bool tied_feature = false;           // one map for queries and keys
+  bool norm_q = false, norm_k = false; // features divided by their sum
+  bool normalise = false;              // answers divided by the query's product with all keys
+
+  int32_t feature_dim() const;         // numbers that a feature map makes of key_dim
+};
+
+// Gated slot attention: `slots` learned slots, written by one recurrence, read by another.
+struct GsaMixer {
+  int32_t heads = 0, kv_heads = 0, slots = 0, key_dim = 0, value_dim = 0;
+  std::optional<ShortConv> conv;
+  enum class Feature : uint8_t { Swish, Relu, T2r } feature = Feature::Swish;
+  float gate_divisor = 8;
+};
+
+// Mamba-2 (arXiv 2405.21060).
+struct Mamba2Mixer {
+  int32_t heads = 0, head_dim = 0, state_dim = 0, groups = 1;
+  ShortConv conv;
+  bool bias = false, conv_bias = true;
+  bool norm = true, norm_before_gate = false;
+  bool skip_per_value = false;         // D has a number for each value
+  float dt_min = 0, dt_max = 0;        // clamps of dt; dt_max infinite: none
+
+  int32_t inner() const { return heads * head_dim; }
+  int32_t conv_channels() const { return inner() + 2 * groups * state_dim; }
+};
+
+using Mixer = std::variant<DeltaMixer, AttentionMixer, SwilaMixer, GlaMixer, RetNetMixer,
+                           Hgrn2Mixer, LinearMixer, GsaMixer, Mamba2Mixer>;
 
 struct Mlp {
   int32_t hidden = 0;  // down(silu(gate x) * up x)
@@ -65,11 +141,15 @@ struct Mlp {
 
 struct LayerSpec {
   Mixer mixer;
-  Mlp mlp;
+  std::optional<Mlp> mlp;
 };
+
+// How a checkpoint names its tensors.
+enum class TensorNames : uint8_t { Fla, Mamba };
 
 struct ModelSpec {
   std::string model_type;  // as config.json names it
+  TensorNames names = TensorNames::Fla;
   int32_t dim = 0, vocab = 0;
   float norm_eps = 1e-6f;
   bool tied_embeddings = false;

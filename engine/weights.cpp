@@ -130,36 +130,56 @@ Matrix WeightReader::rows_of(const std::string& name, int32_t stored_rows, int32
 }
 
 const float* WeightReader::vector(const std::string& name, int64_t size) {
-  const TensorView* tensor = take(name, {size});
-  return tensor ? widen(name, *tensor, false) : nullptr;
+  return keep(numbers(name, {size}));
 }
 
 const float* WeightReader::vector_exp(const std::string& name, int64_t size) {
-  const TensorView* tensor = take(name, {size});
-  return tensor ? widen(name, *tensor, true) : nullptr;
+  std::vector<float> values = numbers(name, {size});
+  for (size_t i = 0; i < values.size(); ++i) {
+    const float stored = values[i];
+    values[i] = std::exp(stored);
+    if (std::isfinite(values[i])) continue;
+    refuse(absl::StrCat(*find(name)->file, ": tensor ", name, ": expected a finite number with a "
+                        "finite exponential, found ", stored, " at element ", i));
+    return nullptr;
+  }
+  return keep(std::move(values));
 }
 
 const float* WeightReader::conv(const std::string& name, int32_t channels, int32_t width) {
-  const TensorView* tensor = take(name, {channels, 1, width});
-  return tensor ? widen(name, *tensor, false) : nullptr;
+  return keep(numbers(name, {channels, 1, width}));
 }
 
-const float* WeightReader::widen(const std::string& name, const TensorView& tensor,
-                                 bool exponential) {
-  std::vector<float> values(size_t(tensor.elements()));
-  for (size_t i = 0; i < values.size(); ++i) {
-    const float stored = element(tensor, i);
-    values[i] = exponential ? std::exp(stored) : stored;
-    if (std::isfinite(stored) && std::isfinite(values[i])) continue;
-    refuse(absl::StrCat(*tensor.file, ": tensor ", name, ": expected a finite number",
-                        exponential ? " with a finite exponential" : "", ", found ", stored,
-                        " at element ", i));
-    return nullptr;
-  }
+Convolution WeightReader::convolution(const std::string& name, int32_t channels, int32_t width) {
+  Convolution conv{channels, width, this->conv(name + ".weight", channels, width)};
+  if (has(name + ".bias")) conv.bias = vector(name + ".bias", channels);
+  return conv;
+}
+
+const float* WeightReader::table(const std::string& name, int32_t rows, int32_t cols) {
+  return keep(numbers(name, {rows, cols}));
+}
+
+const float* WeightReader::keep(std::vector<float> values) {
+  if (values.empty()) return nullptr;
   converted_.push_back(std::move(values));
   const std::vector<float>& kept = converted_.back();
   if (!backend_) return kept.data();
   return static_cast<const float*>(backend_->adopt(kept.data(), kept.size() * sizeof(float)));
+}
+
+std::vector<float> WeightReader::numbers(const std::string& name, const Shape& shape) {
+  const TensorView* tensor = take(name, shape);
+  if (!tensor) return {};
+  std::vector<float> values(size_t(tensor->elements()));
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = element(*tensor, i);
+    if (std::isfinite(values[i])) continue;
+    refuse(absl::StrCat(*tensor->file, ": tensor ", name, ": expected a finite number, found ",
+                        values[i], " at element ", i));
+    return {};
+  }
+  return values;
 }
 
 absl::Status WeightReader::finish() {
@@ -198,17 +218,32 @@ void bind_mlp(const Mlp& mlp, int32_t dim, const std::string& prefix, WeightRead
   layer.down = reader.matrix(prefix + "down_proj.weight", dim, mlp.hidden);
 }
 
-LayerWeights bind_layer(const LayerSpec& spec, int32_t dim, const std::string& prefix,
-                        WeightReader& reader) {
+// The names around a layer's mixer and MLP, and around all layers.
+struct Names {
+  const char *embedding, *layers, *mixer_norm, *mixer, *norm;
+};
+
+Names names_of(TensorNames names) {
+  if (names == TensorNames::Mamba) {
+    return {"backbone.embeddings.weight", "backbone.layers.", "norm.weight", "mixer.",
+            "backbone.norm_f.weight"};
+  }
+  return {"model.embeddings.weight", "model.layers.", "attn_norm.weight", "attn.",
+          "model.norm.weight"};
+}
+
+LayerWeights bind_layer(const LayerSpec& spec, int32_t dim, const Names& names,
+                        const std::string& prefix, WeightReader& reader) {
   LayerWeights layer;
-  layer.mixer_norm = reader.vector(prefix + "attn_norm.weight", dim);
+  layer.mixer_norm = reader.vector(prefix + names.mixer_norm, dim);
   layer.mixer = std::visit(
       [&](const auto& mixer) -> MixerWeights {
-        return bind_weights(mixer, dim, prefix + "attn.", reader);
+        return bind_weights(mixer, dim, prefix + names.mixer, reader);
       },
       spec.mixer);
+  if (!spec.mlp) return layer;
   layer.mlp_norm = reader.vector(prefix + "mlp_norm.weight", dim);
-  bind_mlp(spec.mlp, dim, prefix + "mlp.", reader, layer);
+  bind_mlp(*spec.mlp, dim, prefix + "mlp.", reader, layer);
   return layer;
 }
 
@@ -217,7 +252,7 @@ void check_stored_head(const ModelSpec& spec, const Safetensors& files, WeightRe
   const TensorView* head = files.find("lm_head.weight");
   if (!head) return;
   reader.ignore("lm_head.weight");
-  const TensorView* embedding = files.find("model.embeddings.weight");
+  const TensorView* embedding = files.find(names_of(spec.names).embedding);
   if (!embedding) embedding = files.find("model.embed_tokens.weight");
   const Shape expected = {spec.vocab, spec.dim};
   if (head->shape != expected) {
@@ -234,12 +269,13 @@ void check_stored_head(const ModelSpec& spec, const Safetensors& files, WeightRe
 
 ModelWeights bind_model(const ModelSpec& spec, WeightReader& reader) {
   ModelWeights weights;
-  weights.embedding = reader.matrix("model.embeddings.weight", spec.vocab, spec.dim);
+  const Names names = names_of(spec.names);
+  weights.embedding = reader.matrix(names.embedding, spec.vocab, spec.dim);
   for (size_t i = 0; i < spec.layers.size(); ++i) {
-    const std::string prefix = absl::StrCat("model.layers.", i, ".");
-    weights.layers.push_back(bind_layer(spec.layers[i], spec.dim, prefix, reader));
+    const std::string prefix = absl::StrCat(names.layers, i, ".");
+    weights.layers.push_back(bind_layer(spec.layers[i], spec.dim, names, prefix, reader));
   }
-  weights.norm = reader.vector("model.norm.weight", spec.dim);
+  weights.norm = reader.vector(names.norm, spec.dim);
   weights.head = spec.tied_embeddings ? weights.embedding
                                       : reader.matrix("lm_head.weight", spec.vocab, spec.dim);
   weights.bytes = reader.bytes();

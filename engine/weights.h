@@ -40,12 +40,87 @@ struct AttentionWeights {
   const float *q_norm = nullptr, *k_norm = nullptr;
 };
 
-using MixerWeights = std::variant<DeltaWeights, AttentionWeights>;
+// A short convolution; no channels: there is none.
+struct Convolution {
+  int32_t channels = 0, width = 0;
+  const float* taps = nullptr;  // [channels, width]
+  const float* bias = nullptr;  // [channels], or null
+};
+
+// Two matrices with nothing between them: y = up (down x).
+struct LowRank {
+  Matrix down, up;
+};
+
+struct SwilaWeights {
+  Matrix q, k, v, o;
+  const float *conv_q = nullptr, *conv_k = nullptr, *conv_v = nullptr;  // [channels, width]
+  LowRank key_router, query_router, beta;
+  Matrix key_mix, query_mix;      // temporal
+  const float *key_mix_bias = nullptr, *query_mix_bias = nullptr;
+  LowRank decay;                  // gated
+  const float* decay_a = nullptr; // exp(A_log)
+  const float* dt_bias = nullptr;
+  const float* norm = nullptr;    // [head_dim]
+};
+
+struct GlaWeights {
+  Matrix q, k, v, g, o;
+  Convolution conv_q, conv_k, conv_v;
+  LowRank decay;
+  const float* decay_bias = nullptr;  // [kv_heads * key_dim]
+  const float* norm = nullptr;        // [value_dim]
+};
+
+struct RetNetWeights {
+  Matrix q, k, v, g, o;
+  const float* log_decay = nullptr;  // [heads]
+  const float* norm = nullptr;       // [value_dim]
+};
+
+struct Hgrn2Weights {
+  Matrix q, f, i, o;
+  Convolution conv_q, conv_f, conv_i;
+  const float* lower_bound = nullptr;  // [heads * head_dim]; null in layer 0
+  const float* norm = nullptr;         // [heads * value_dim]
+};
+
+// A learned map of a head's vector, [dim, dim] float32; see FeatureMap.
+struct FeatureWeights {
+  const float *weight = nullptr, *bias = nullptr, *weight2 = nullptr, *bias2 = nullptr;
+};
+
+struct LinearMixerWeights {
+  Matrix q, k, v, o;
+  FeatureWeights feature_q, feature_k;
+  const float* norm = nullptr;  // [value_dim]
+};
+
+struct GsaWeights {
+  Matrix q, k, v, f, o;
+  Convolution conv_q, conv_k, conv_v;
+  FeatureWeights feature;
+  const float* norm = nullptr;  // [heads * value_dim]
+};
+
+struct Mamba2Weights {
+  Matrix in, out;
+  const float *in_bias = nullptr, *out_bias = nullptr;
+  Convolution conv;
+  const float* dt_bias = nullptr;  // [heads]
+  const float* decay_a = nullptr;  // [heads], -exp(A_log)
+  const float* skip = nullptr;     // [inner]
+  const float* norm = nullptr;     // [inner], or null
+};
+
+using MixerWeights = std::variant<DeltaWeights, AttentionWeights, SwilaWeights, GlaWeights,
+                                  RetNetWeights, Hgrn2Weights, LinearMixerWeights, GsaWeights,
+                                  Mamba2Weights>;
 
 struct LayerWeights {
   const float* mixer_norm = nullptr;  // [dim]
   MixerWeights mixer;
-  const float* mlp_norm = nullptr;    // [dim]
+  const float* mlp_norm = nullptr;    // [dim]; this and below only with an Mlp
   Matrix gate, up, down;
 };
 
@@ -76,6 +151,12 @@ class WeightReader {
   const float* vector_exp(const std::string& name, int64_t size);  // exp of each element
   // A short convolution's taps, stored [channels, 1, width], as float32.
   const float* conv(const std::string& name, int32_t channels, int32_t width);
+  Convolution convolution(const std::string& name, int32_t channels, int32_t width);  // and bias
+  // A short matrix as float32.
+  const float* table(const std::string& name, int32_t rows, int32_t cols);
+  // Numbers made of tensors read without a backend's copy: kept, and where the device reads them.
+  const float* keep(std::vector<float> values);
+  std::vector<float> numbers(const std::string& name, const std::vector<int64_t>& shape);
   bool has(const std::string& name) const;
   int64_t stored_rows(const std::string& name) const;  // the first dimension; 0: absent
   void ignore(const std::string& name);  // known, and of no effect
@@ -91,7 +172,7 @@ class WeightReader {
  private:
   const TensorView* find(const std::string& name) const;
   const TensorView* take(const std::string& name, const std::vector<int64_t>& shape);
-  const float* widen(const std::string& name, const TensorView& tensor, bool exponential);
+  const float* widen(const std::string& name, const TensorView* tensor, bool exponential);
 
   const Safetensors* files_ = nullptr;
   Backend* backend_ = nullptr;

@@ -29,6 +29,9 @@ class Backend {
   virtual void upload(void* device, const void* host, size_t bytes) = 0;
   virtual void download(void* host, const void* device, size_t bytes) = 0;
   virtual void copy(void* target, const void* source, size_t bytes) = 0;
+  // The name of the first op that this backend cannot run; null: it runs all. Pointers are not
+  // read.
+  virtual const char* unserved(const Program& program) const = 0;
   virtual void run(const Program& program) = 0;  // in order
   virtual void finish() = 0;                     // returns when everything asked for is done
 };

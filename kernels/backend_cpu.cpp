@@ -92,6 +92,7 @@ class CpuBackend final : public Backend {
     if (bytes > 0) std::memcpy(target, source, bytes);
   }
 
+  const char* unserved(const Program&) const override { return nullptr; }
   void run(const Program& program) override {
     for (const Op& op : program) {
       std::visit([this](const auto& one) { cpu::run(one, context_); }, op);

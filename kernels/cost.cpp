@@ -23,6 +23,40 @@ Cost cost_of(const Linear& op) {
   return cost;
 }
 
+Cost cost_of(const Conv1d& op) {
+  const auto channels = size_t(op.channels), width = size_t(op.width);
+  const size_t history = 2 * size_t(op.rows.count) * (width - 1) * channels;
+  return {.bytes = (history + width * channels) * sizeof(float),
+          .flops = 2 * size_t(op.rows.tokens) * width * channels};
+}
+
+Cost cost_of(const Rotary& op) {
+  return {.flops = 3 * size_t(op.rows.tokens) * size_t(op.heads) * size_t(op.dim)};
+}
+
+Cost cost_of(const Elementwise& op) {
+  return {.flops = size_t(op.tokens) * size_t(op.dim)};
+}
+
+Cost cost_of(const FeatureMap& op) {
+  const auto dim = size_t(op.dim), vectors = size_t(op.tokens) * size_t(op.heads);
+  const size_t maps = (op.weight ? 1 : 0) + (op.weight2 ? 1 : 0);
+  return {.bytes = maps * dim * dim * sizeof(float),
+          .flops = vectors * (2 * maps * dim * dim + dim)};
+}
+
+Cost cost_of(const HeadNorm& op) {
+  return {.flops = 6 * size_t(op.tokens) * size_t(op.groups) * size_t(op.dim)};
+}
+
+// As below, without what erases.
+Cost cost_of(const OuterStep& op) {
+  const size_t sums = op.normalise ? size_t(op.heads) * size_t(op.key_dim) : 0;
+  const size_t state = size_t(op.heads) * size_t(op.value_dim) * size_t(op.key_dim) + sums;
+  return {.bytes = 2 * size_t(op.rows.count) * state * sizeof(float),
+          .flops = size_t(op.rows.tokens) * 5 * state};
+}
+
 // The state of each row is read and written once, however many tokens the row has; decaying it,
 // recalling, correcting and answering are a multiply and an add each.
 Cost cost_of(const DeltaMix& op) {
@@ -36,6 +70,16 @@ Cost cost_of(const DeltaMix& op) {
   cost.bytes += width * channels * sizeof(float);
   cost.flops = size_t(op.rows.tokens) * (8 * state + 2 * width * channels);
   return cost;
+}
+
+// As DeltaMix, for every mixture, and the temporal layers' two distributions.
+Cost cost_of(const SwilaMix& op) {
+  const size_t channels = size_t(op.heads) * size_t(op.dim);
+  const size_t mixed = channels * size_t(op.mixtures), state = mixed * size_t(op.dim);
+  const size_t history = size_t(op.conv_width - 1) * 3 * channels;
+  const size_t kept = state + history + (op.key_mix ? 2 * mixed : 0);
+  return {.bytes = 2 * size_t(op.rows.count) * kept * sizeof(float),
+          .flops = size_t(op.rows.tokens) * 8 * state};
 }
 
 // How far each row has come is known on the device alone: only the keys and values that this step
@@ -61,6 +105,13 @@ const char* name_of(const Embed&) { return "embed"; }
 const char* name_of(const RmsNorm&) { return "rms_norm"; }
 const char* name_of(const Linear&) { return "linear"; }
 const char* name_of(const DeltaMix&) { return "delta_mix"; }
+const char* name_of(const Conv1d&) { return "conv1d"; }
+const char* name_of(const Rotary&) { return "rotary"; }
+const char* name_of(const Elementwise&) { return "elementwise"; }
+const char* name_of(const FeatureMap&) { return "feature_map"; }
+const char* name_of(const HeadNorm&) { return "head_norm"; }
+const char* name_of(const OuterStep&) { return "outer_step"; }
+const char* name_of(const SwilaMix&) { return "swila_mix"; }
 const char* name_of(const Attention&) { return "attention"; }
 const char* name_of(const Swiglu&) { return "swiglu"; }
 const char* name_of(const Gather&) { return "gather"; }

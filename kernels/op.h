@@ -4,17 +4,25 @@
 
 #include "kernels/attention.h"
 #include "kernels/delta_mix.h"
+#include "kernels/elementwise.h"
 #include "kernels/embed.h"
+#include "kernels/feature_map.h"
 #include "kernels/gather.h"
+#include "kernels/head_norm.h"
 #include "kernels/linear.h"
+#include "kernels/outer_step.h"
 #include "kernels/rms_norm.h"
+#include "kernels/rotary.h"
 #include "kernels/sample.h"
+#include "kernels/conv1d.h"
 #include "kernels/swiglu.h"
+#include "kernels/swila_mix.h"
 
 namespace weir {
 
 // Everything a backend can be asked to do, as plain data. A step is a list of these.
-using Op = std::variant<Embed, RmsNorm, Linear, DeltaMix, Attention, Swiglu, Gather, Sample>;
+using Op = std::variant<Embed, RmsNorm, Linear, Conv1d, Rotary, Elementwise, FeatureMap,
+                        HeadNorm, DeltaMix, SwilaMix, OuterStep, Attention, Swiglu, Gather, Sample>;
 using Program = std::vector<Op>;
 
 // The floor of an op: each input read once, each output written once; multiply and add count two.

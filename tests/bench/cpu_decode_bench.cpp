@@ -59,6 +59,9 @@ class TimedBackend final : public Backend {
   void copy(void* target, const void* source, size_t bytes) override {
     backend_->copy(target, source, bytes);
   }
+  const char* unserved(const Program& program) const override {
+    return backend_->unserved(program);
+  }
   void run(const Program& program) override {
     for (const Op& op : program) {
       const Program one = {op};

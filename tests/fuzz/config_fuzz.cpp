@@ -16,7 +16,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   WEIR_CHECK(spec->bos < spec->vocab && spec->norm_eps > 0);
   for (const weir::Token eos : spec->eos) WEIR_CHECK(eos >= 0 && eos < spec->vocab);
   for (const weir::LayerSpec& layer : spec->layers) {
-    WEIR_CHECK(layer.mlp.hidden > 0);
+    WEIR_CHECK(!layer.mlp || layer.mlp->hidden > 0);
     if (const auto* m = std::get_if<weir::DeltaMixer>(&layer.mixer)) {
       WEIR_CHECK(m->key_heads > 0 && m->key_dim > 0 && m->value_dim > 0);
       WEIR_CHECK(m->value_heads % m->key_heads == 0);

@@ -169,6 +169,12 @@ inline void write_shards(const std::string& folder, const TestTensors& tensors, 
 
 using Shapes = std::vector<std::pair<std::string, std::vector<int64_t>>>;
 
+// Mixers without a table of their own are tested by the golden checkpoints.
+template <typename Mixer>
+void add_mixer_shapes(const Mixer&, int64_t, const std::string&, Shapes&) {
+  WEIR_UNREACHABLE("no table of tensors for this mixer");
+}
+
 inline void add_mixer_shapes(const AttentionMixer& m, int64_t D, const std::string& at,
                              Shapes& out) {
   const int64_t q = int64_t(m.heads) * m.head_dim, kv = int64_t(m.kv_heads) * m.head_dim;
@@ -232,9 +238,9 @@ inline Shapes checkpoint_shapes(const ModelSpec& spec) {
                layer.mixer);
     out.insert(out.end(), {{at + "attn_norm.weight", {D}},
                            {at + "mlp_norm.weight", {D}},
-                           {at + "mlp.gate_proj.weight", {layer.mlp.hidden, D}},
-                           {at + "mlp.up_proj.weight", {layer.mlp.hidden, D}},
-                           {at + "mlp.down_proj.weight", {D, layer.mlp.hidden}}});
+                           {at + "mlp.gate_proj.weight", {layer.mlp->hidden, D}},
+                           {at + "mlp.up_proj.weight", {layer.mlp->hidden, D}},
+                           {at + "mlp.down_proj.weight", {D, layer.mlp->hidden}}});
   }
   return out;
 }

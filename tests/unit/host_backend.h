@@ -19,6 +19,7 @@ class HostBackend final : public Backend {
   void upload(void*, const void*, size_t) override {}
   void download(void*, const void*, size_t) override {}
   void copy(void*, const void*, size_t) override {}
+  const char* unserved(const Program&) const override { return nullptr; }
   void run(const Program&) override {}
   void finish() override {}
 };

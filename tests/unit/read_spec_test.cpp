@@ -38,7 +38,7 @@ TEST(ReadSpec, TransformerDefaults) {
   EXPECT_FALSE(spec.tied_embeddings);
   EXPECT_EQ(spec.bos, 1);
   EXPECT_EQ(spec.eos, std::vector<Token>{2});
-  EXPECT_EQ(spec.layers[0].mlp.hidden, 5632);
+  EXPECT_EQ(spec.layers[0].mlp->hidden, 5632);
   const AttentionMixer& m = attention(spec);
   EXPECT_EQ(m.heads, 32);
   EXPECT_EQ(m.kv_heads, 32);
@@ -182,7 +182,7 @@ TEST(ReadSpec, MlpWidthFollowsTheRuleWhereTheFileIsSilent) {
   const auto width = [](const json& changes) {
     json config = {{"model_type", "transformer"}};
     config.update(changes);
-    return spec_of(config.dump()).layers[0].mlp.hidden;
+    return spec_of(config.dump()).layers[0].mlp->hidden;
   };
   EXPECT_EQ(width({{"hidden_size", 1024}}), 2816);
   EXPECT_EQ(width({{"hidden_size", 2560}}), 6912);
@@ -223,10 +223,10 @@ TEST(ReadSpec, HarmlessKeysAreIgnored) {
 }
 
 TEST(ReadSpec, TypesThatAreNotServed) {
-  const std::string served = "expected one of transformer, delta_net, gated_deltanet, kda, gdn2";
-  for (const char* type : {"rwkv7", "mamba2", "gla", "mom", "swila", "forgetting_transformer",
-                           "gated_deltaproduct", "comba", "retnet", "hgrn2", "gsa", "samba",
-                           "qwen3_next"}) {
+  const std::string served = "expected one of transformer, delta_net, gated_deltanet, kda, gdn2, "
+                             "swila, gla, retnet, hgrn2, linear_attn, gsa, mamba2";
+  for (const char* type : {"rwkv7", "mom", "forgetting_transformer", "gated_deltaproduct", "comba",
+                           "samba", "qwen3_next"}) {
     EXPECT_EQ(error_of(json{{"model_type", type}}.dump()),
               "C: model_type: " + served + "; found the string \"" + type +
                   "\", a known type that is not served");

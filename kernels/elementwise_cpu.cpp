@@ -1,0 +1,36 @@
+#include <algorithm>
+
+#include "kernels/cpu.h"
+#include "kernels/scalar_math.h"
+
+namespace weir::cpu {
+namespace {
+
+float apply(const Elementwise& op, int64_t t, int32_t i) {
+  const float x = op.x.at(t)[i];
+  switch (op.function) {
+    case Elementwise::Function::Activate: return activate(op.activation, x);
+    case Elementwise::Function::LogDecay:
+      return std::max(log_sigmoid(x) / op.divisor, op.floor);
+    case Elementwise::Function::BoundedLogDecay:
+      return log_add_exp(std::log(op.a[i]), std::log1p(-op.a[i]) + log_sigmoid(x));
+    case Elementwise::Function::OneMinusExp: return -std::expm1(x);
+    case Elementwise::Function::SoftplusStep:
+      return std::clamp(softplus(x + op.a[i]), op.floor, op.ceiling);
+    case Elementwise::Function::Scale: return x * op.a[i];
+  }
+  return x;
+}
+
+}  // namespace
+
+void run(const Elementwise& op, const Context& context) {
+  const auto work = [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      for (int32_t i = 0; i < op.dim; ++i) op.out.at(t)[i] = apply(op, t, i);
+    }
+  };
+  context.plain ? work(0, op.tokens) : context.pool.parallel_for(op.tokens, work, 1);
+}
+
+}  // namespace weir::cpu

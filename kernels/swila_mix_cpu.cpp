@@ -1,0 +1,209 @@
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "kernels/cpu.h"
+
+namespace weir::cpu {
+namespace {
+
+float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+float silu(float x) { return x * sigmoid(x); }
+float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
+// What one head needs for one token.
+struct Scratch {
+  explicit Scratch(const SwilaMix& op)
+      : q(size_t(op.dim)), k(q), v(q), mixed(size_t(op.mixtures) * size_t(op.dim)), query(mixed) {}
+  std::vector<float> q, k, v;
+  std::vector<float> mixed;  // [mixtures, dim]: the key's prior, then its posterior
+  std::vector<float> query;  // [mixtures, dim]: the query's prior
+};
+
+// Where one row's head lies.
+struct Place {
+  const SwilaMix& op;
+  int32_t row = 0, head = 0;
+
+  int64_t token(int32_t t) const { return op.rows.begin[row] + t; }
+  int32_t count() const { return op.rows.begin[row + 1] - op.rows.begin[row]; }
+  bool fresh() const { return op.rows.first[row] == 0; }
+  Slot slot() const { return op.rows.slot[row]; }
+  int64_t channel() const { return int64_t(head) * op.dim; }
+  int64_t mixed() const { return channel() * op.mixtures; }
+};
+
+// silu(conv(x)) of this head's channels at the row's token t; `group` 0, 1, 2 for q, k, v.
+void convolve(const Place& at, Acts in, const float* taps, int32_t group, int32_t t, float* out) {
+  const SwilaMix& op = at.op;
+  const int32_t width = op.conv_width, channels = op.heads * op.dim;
+  const float* history = op.history.at(at.slot());
+  for (int32_t d = 0; d < op.dim; ++d) {
+    const int64_t c = at.channel() + d;
+    float sum = 0;
+    for (int32_t i = 0; i < width; ++i) {
+      const int32_t source = t - (width - 1) + i;  // a token of this row, or one before it
+      float x = 0;
+      if (source >= 0) {
+        x = in.at(at.token(source))[c];
+      } else if (!at.fresh()) {
+        x = history[int64_t(source + width - 1) * 3 * channels + group * channels + c];
+      }
+      sum += taps[c * width + i] * x;
+    }
+    out[d] = silu(sum);
+  }
+}
+
+// Keeps the last conv_width - 1 raw inputs of this head's channels.
+void keep_history(const Place& at, Acts in, int32_t group) {
+  const SwilaMix& op = at.op;
+  const int32_t kept = op.conv_width - 1, channels = op.heads * op.dim;
+  float* history = op.history.at(at.slot());
+  for (int32_t i = 0; i < kept; ++i) {  // oldest first, so that nothing is read after it is written
+    const int32_t source = at.count() - kept + i;
+    float* to = history + int64_t(i) * 3 * channels + group * channels + at.channel();
+    const float* from = to + int64_t(at.count()) * 3 * channels;
+    if (source >= 0) from = in.at(at.token(source)) + at.channel();
+    if (source < 0 && at.fresh()) {
+      std::fill_n(to, op.dim, 0.0f);
+    } else {
+      std::copy_n(from, op.dim, to);
+    }
+  }
+}
+
+void l2_normalise(std::vector<float>& x) {
+  float squares = 0;
+  for (const float value : x) squares += value * value;
+  const float scale = 1 / std::sqrt(squares + 1e-6f);
+  for (float& value : x) value *= scale;
+}
+
+// Softmax over the mixtures of one value dim: p[j * dim], j = 0 .. mixtures - 1.
+void softmax_over_mixtures(float* p, int32_t mixtures, int32_t dim) {
+  float largest = p[0], sum = 0;
+  for (int32_t j = 1; j < mixtures; ++j) largest = std::max(largest, p[j * dim]);
+  for (int32_t j = 0; j < mixtures; ++j) sum += p[j * dim] = std::exp(p[j * dim] - largest);
+  for (int32_t j = 0; j < mixtures; ++j) p[j * dim] /= sum;
+}
+
+// The router's distribution, mixed with the last token's where the layer is temporal.
+void make_prior(const Place& at, Acts router, Acts mix, SlotState last, int32_t t,
+                std::vector<float>& prior) {
+  const SwilaMix& op = at.op;
+  std::copy_n(router.at(at.token(t)) + at.mixed(), prior.size(), prior.begin());
+  for (int32_t d = 0; d < op.dim; ++d)
+    softmax_over_mixtures(&prior[size_t(d)], op.mixtures, op.dim);
+  if (!mix) return;
+  const float* before = last.at(at.slot()) + at.mixed();
+  for (size_t i = 0; i < prior.size(); ++i) {
+    const float g = sigmoid(mix.at(at.token(t))[at.channel() + int64_t(i) % op.dim]);
+    prior[i] = (1 - g) * before[i] + g * prior[i];
+  }
+}
+
+void decay_state(const Place& at, int32_t t, float* state) {
+  const SwilaMix& op = at.op;
+  const float* in = op.decay_in.at(at.token(t)) + at.mixed();
+  std::vector<float> alpha(static_cast<size_t>(op.dim));
+  for (int32_t j = 0; j < op.mixtures; ++j) {
+    const float a = op.decay_a[at.head * op.mixtures + j];
+    for (int32_t e = 0; e < op.dim; ++e) {
+      const int64_t i = int64_t(j) * op.dim + e;
+      alpha[size_t(e)] = std::exp(-a * softplus(in[i] + op.dt_bias[at.mixed() + i]));
+    }
+    float* matrix = state + int64_t(j) * op.dim * op.dim;
+    for (int32_t d = 0; d < op.dim; ++d) {
+      for (int32_t e = 0; e < op.dim; ++e) matrix[d * op.dim + e] *= alpha[size_t(e)];
+    }
+  }
+}
+
+// One token of one head: S, r, rho and the output o.
+void step(const Place& at, int32_t t, Scratch& s, float* o) {
+  const SwilaMix& op = at.op;
+  const int32_t D = op.dim, J = op.mixtures;
+  float* state = op.state.at(at.slot()) + at.mixed() * D;
+  const float* beta = op.beta.at(at.token(t)) + at.mixed();
+  if (op.decay_in) decay_state(at, t, state);
+  make_prior(at, op.key_router, op.key_mix, op.posterior, t, s.mixed);
+  make_prior(at, op.query_router, op.query_mix, op.prior, t, s.query);
+
+  std::vector<float> delta(static_cast<size_t>(J));
+  for (int32_t d = 0; d < D; ++d) {
+    for (int32_t j = 0; j < J; ++j) {
+      const float* row = state + (int64_t(j) * D + d) * D;
+      float recalled = 0;
+      for (int32_t e = 0; e < D; ++e) recalled += row[e] * s.k[size_t(e)];
+      delta[size_t(j)] = s.v[size_t(d)] - recalled;
+      float& r = s.mixed[size_t(j * D + d)];
+      r = std::log(r) - delta[size_t(j)] * delta[size_t(j)] / 2;
+    }
+    softmax_over_mixtures(&s.mixed[size_t(d)], J, D);
+    o[d] = 0;
+    for (int32_t j = 0; j < J; ++j) {
+      float* row = state + (int64_t(j) * D + d) * D;
+      const auto i = size_t(j * D + d);
+      const float u = sigmoid(beta[i]) * s.mixed[i] * delta[size_t(j)];
+      float sum = 0;
+      for (int32_t e = 0; e < D; ++e) {
+        row[e] += u * s.k[size_t(e)];
+        sum += row[e] * s.q[size_t(e)];
+      }
+      o[d] += s.query[i] * sum;
+    }
+  }
+  if (!op.key_mix) return;
+  std::copy(s.mixed.begin(), s.mixed.end(), op.posterior.at(at.slot()) + at.mixed());
+  std::copy(s.query.begin(), s.query.end(), op.prior.at(at.slot()) + at.mixed());
+}
+
+void run_head(const Place& at, Scratch& s) {
+  const SwilaMix& op = at.op;
+  if (at.slot() == kPadding || at.count() == 0) return;
+  const size_t mixed = s.mixed.size();
+  if (at.fresh()) {
+    std::fill_n(op.state.at(at.slot()) + at.mixed() * op.dim, mixed * size_t(op.dim), 0.0f);
+    if (op.key_mix) {
+      const float uniform = 1 / float(op.mixtures);
+      std::fill_n(op.posterior.at(at.slot()) + at.mixed(), mixed, uniform);
+      std::fill_n(op.prior.at(at.slot()) + at.mixed(), mixed, uniform);
+    }
+  }
+  for (int32_t t = 0; t < at.count(); ++t) {
+    convolve(at, op.q, op.conv_q, 0, t, s.q.data());
+    convolve(at, op.k, op.conv_k, 1, t, s.k.data());
+    convolve(at, op.v, op.conv_v, 2, t, s.v.data());
+    l2_normalise(s.q);
+    l2_normalise(s.k);
+    float* o = op.out.at(at.token(t)) + at.channel();
+    step(at, t, s, o);
+    float squares = 0;
+    for (int32_t d = 0; d < op.dim; ++d) squares += o[d] * o[d];
+    const float scale = 1 / std::sqrt(squares / float(op.dim) + op.norm_eps);
+    for (int32_t d = 0; d < op.dim; ++d) o[d] *= scale * op.norm_weight[d];
+  }
+  keep_history(at, op.q, 0);
+  keep_history(at, op.k, 1);
+  keep_history(at, op.v, 2);
+}
+
+}  // namespace
+
+void run(const SwilaMix& op, const Context& context) {
+  const auto heads = [&](int64_t begin, int64_t end) {
+    Scratch scratch(op);
+    for (int64_t i = begin; i < end; ++i) {
+      run_head({op, int32_t(i / op.heads), int32_t(i % op.heads)}, scratch);
+    }
+  };
+  const int64_t items = int64_t(op.rows.count) * op.heads;
+  if (context.plain) {
+    heads(0, items);
+  } else {
+    context.pool.parallel_for(items, heads, 1);
+  }
+}
+
+}  // namespace weir::cpu
