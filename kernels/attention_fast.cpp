@@ -1,152 +1,186 @@
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <vector>
+#include <limits>
+#include <memory>
 
+#include "kernels/attention_memory.h"
 #include "kernels/cpu.h"
+#include "kernels/mixer_math.h"
+#include "kernels/scratch.h"
 
 namespace weir::cpu {
 namespace {
 
-// A kv head of a row, and the query heads that read it.
-class Group {
+constexpr size_t kScratchFloats = 4 * 1024;  // what usual sizes need
+constexpr int64_t kClaimRotations = 8;       // tokens
+
+// Cosines and sines of every token's angles, made once for all heads.
+class Rotations {
  public:
-  Group(const Attention& op, const MixerSimd& simd)
-      : op_(op), simd_(simd), query_(op.head_dim), frequency_(size_t(op.head_dim) / 2),
-        cosine_(frequency_.size()), sine_(frequency_.size()) {
-    for (size_t i = 0; i < frequency_.size() && op.rope_theta > 0; ++i) {
-      frequency_[i] = std::pow(double(op.rope_theta), -2.0 * double(i) / op.head_dim);
+  Rotations(const Attention& op, ThreadPool& pool)
+      : half_(op.rope_theta > 0 ? op.head_dim / 2 : 0) {
+    if (half_ == 0) return;
+    const auto half = size_t(half_);
+    turned_ = std::make_unique_for_overwrite<float[]>(2 * half * size_t(op.rows.tokens));
+    const auto frequency = std::make_unique_for_overwrite<double[]>(half);
+    for (int32_t i = 0; i < half_; ++i) {
+      frequency[size_t(i)] = std::pow(double(op.rope_theta), -2.0 * i / op.head_dim);
+    }
+    const auto fill = [&](int64_t begin, int64_t end) {
+      for (int32_t r = 0; r < op.rows.count; ++r) {
+        const RowRun row(op.rows, r);
+        const int64_t last = row.empty() ? 0 : std::min<int64_t>(end, row.begin + row.count);
+        for (int64_t token = std::max<int64_t>(begin, row.begin); token < last; ++token) {
+          turn(frequency.get(), row.first + double(token - row.begin), token);
+        }
+      }
+    };
+    pool.parallel_for(op.rows.tokens, fill, kClaimRotations);
+  }
+
+  // x = rope(x) for one head of a token.
+  void rotate(int64_t token, float* x) const {
+    const float* const cosine = turned_.get() + 2 * half_ * token;
+    const float* const sine = cosine + half_;
+    for (int64_t i = 0; i < half_; ++i) {
+      const float a = x[i], b = x[i + half_];
+      x[i] = a * cosine[i] - b * sine[i];
+      x[i + half_] = b * cosine[i] + a * sine[i];
     }
   }
 
-  void run(int32_t row, int32_t kv_head);
-
  private:
-  // Where a position's key lies; its value lies value_offset() floats later.
-  float* key_at(int32_t position) const;
-  int64_t value_offset() const {
-    return int64_t(op_.kv_heads) * block_tokens() * op_.head_dim;
-  }
-  int32_t block_tokens() const { return op_.window > 0 ? op_.window : op_.page_tokens; }
-  // Positions from `position` on that lie one after the other in memory, at most to `last`.
-  int32_t run_length(int32_t position, int32_t last) const {
-    return std::min(last - position + 1, block_tokens() - position % block_tokens());
+  // In double precision: at position 10^6 a float32 angle is off by up to 0.03.
+  void turn(const double* frequency, double position, int64_t token) {
+    float* const cosine = turned_.get() + 2 * half_ * token;
+    for (int64_t i = 0; i < half_; ++i) {
+      const double angle = position * frequency[i];
+      cosine[i] = float(std::cos(angle));
+      cosine[half_ + i] = float(std::sin(angle));
+    }
   }
 
-  void set_position(int32_t position);
-  void normalise_and_rotate(const float* weight, float* x) const;
-  void append(int32_t t, int32_t position);
-  void attend(int32_t t, int32_t position, int32_t head);
-
-  const Attention& op_;
-  const MixerSimd& simd_;
-  int32_t row_ = 0, kv_head_ = 0;
-  std::vector<float> query_;   // [head_dim]
-  std::vector<float> scores_;  // [positions seen], grows
-  std::vector<double> frequency_;
-  std::vector<float> cosine_, sine_;  // of the current position
+  int64_t half_ = 0;                 // head_dim / 2; 0: no positions
+  std::unique_ptr<float[]> turned_;  // [tokens, cosines | sines]
 };
 
-float* Group::key_at(int32_t position) const {
-  const int32_t tokens = block_tokens();
-  const int64_t in_block =
-      (int64_t(kv_head_) * tokens + position % tokens) * op_.head_dim;
-  if (op_.window > 0) return op_.ring.at(op_.rows.slot[row_]) + in_block;
-  const int32_t* pages = op_.page_table + int64_t(row_) * op_.pages_per_row;
-  return op_.pages + pages[position / tokens] * op_.page_stride + in_block;
+// What works on one kv head of one row at a time.
+struct Head {
+  const Attention& op;
+  const MixerSimd& simd;
+  const Rotations& rotations;
+  AttentionMemory memory;
+
+  int32_t queries() const { return op.heads / op.kv_heads; }
+
+  // to = rope(norm(x)).
+  void rotate(const float* x, const float* norm, int64_t token, float* to) const {
+    const int64_t d = op.head_dim;
+    if (norm == nullptr) {
+      std::copy_n(x, d, to);
+    } else {
+      simd.gated_norm({.in = x, .weight = norm, .eps = op.norm_eps, .out = to}, d);
+    }
+    rotations.rotate(token, to);
+  }
+
+  void append(int32_t token, int32_t position) const {
+    const int64_t at = memory.kv_head * op.head_dim;
+    float* const key = memory.key(position);
+    rotate(op.k.at(token) + at, op.k_norm, token, key);
+    std::copy_n(op.v.at(token) + at, op.head_dim, key + memory.values_after());
+  }
+
+  // All queries of the kv head, over the blocks of positions that the token sees. Where the blocks
+  // begin follows from the position alone.
+  void attend(int32_t token, int32_t position) const {
+    const int32_t count = queries();
+    const int64_t d = op.head_dim, at = memory.kv_head * count * d;
+    Scratch<kScratchFloats> scratch(size_t(count) * size_t(d + 2) + 3 * kScratchAlign);
+    float* const q = scratch.take(size_t(count) * size_t(d));
+    float* const most = scratch.take(size_t(count));
+    float* const total = scratch.take(size_t(count));
+    float* const out = op.out.at(token) + at;
+    for (int32_t i = 0; i < count; ++i) {
+      rotate(op.q.at(token) + at + i * d, op.q_norm, token, q + i * d);
+    }
+    std::fill_n(most, count, -std::numeric_limits<float>::infinity());
+    std::fill_n(total, count, 0.0f);
+    std::fill_n(out, count * d, 0.0f);
+    std::array<const float*, AttentionBlock::kCount> keys;
+    int32_t p = memory.first_seen(position);
+    while (p <= position) {
+      int32_t n = 0;
+      for (; n < AttentionBlock::kCount && p <= position; ++n, ++p) keys[size_t(n)] = memory.key(p);
+      simd.attention({.dim = op.head_dim,
+                      .queries = count,
+                      .count = n,
+                      .keys = keys.data(),
+                      .values_after = memory.values_after(),
+                      .scale = 1.0f / std::sqrt(float(d)),
+                      .q = q,
+                      .most = most,
+                      .total = total,
+                      .out = out});
+    }
+    for (int32_t i = 0; i < count; ++i) simd.scale(out + i * d, 1.0f / total[i], d);
+  }
+};
+
+// Calls body(head, row) for every kv head of every row with tokens.
+template <typename Body>
+void for_heads(const Attention& op, const Context& context, const Rotations& rotations,
+               const Body& body) {
+  context.pool.parallel_for(
+      int64_t(op.rows.count) * op.kv_heads,
+      [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const auto r = int32_t(i / op.kv_heads);
+          const RowRun row(op.rows, r);
+          if (row.empty()) continue;
+          body(Head{op, *context.simd.mixers, rotations, {op, r, row.slot, i % op.kv_heads}}, row);
+        }
+      },
+      1);
 }
 
-void Group::set_position(int32_t position) {
-  if (op_.rope_theta <= 0) return;
-  for (size_t i = 0; i < frequency_.size(); ++i) {
-    const double angle = position * frequency_[i];
-    cosine_[i] = float(std::cos(angle));
-    sine_[i] = float(std::sin(angle));
-  }
-}
-
-void Group::normalise_and_rotate(const float* weight, float* x) const {
-  if (weight) {
-    const float squares = simd_.dot(x, x, op_.head_dim);
-    const float scale = 1 / std::sqrt(squares / float(op_.head_dim) + op_.norm_eps);
-    for (int32_t i = 0; i < op_.head_dim; ++i) x[i] *= scale * weight[i];
-  }
-  if (op_.rope_theta <= 0) return;
-  const auto half = int32_t(frequency_.size());
-  for (int32_t i = 0; i < half; ++i) {
-    const float a = x[i], b = x[i + half], c = cosine_[size_t(i)], s = sine_[size_t(i)];
-    x[i] = a * c - b * s;
-    x[i + half] = b * c + a * s;
-  }
-}
-
-void Group::append(int32_t t, int32_t position) {
-  const int64_t first = int64_t(kv_head_) * op_.head_dim;
-  float* key = key_at(position);
-  std::copy_n(op_.k.at(t) + first, op_.head_dim, key);
-  normalise_and_rotate(op_.k_norm, key);
-  std::copy_n(op_.v.at(t) + first, op_.head_dim, key + value_offset());
-}
-
-void Group::attend(int32_t t, int32_t position, int32_t head) {
-  const int64_t first = int64_t(head) * op_.head_dim;
-  std::copy_n(op_.q.at(t) + first, op_.head_dim, query_.begin());
-  normalise_and_rotate(op_.q_norm, query_.data());
-  const int32_t oldest = op_.window > 0 ? std::max(0, position - op_.window + 1) : 0;
-  const float scale = 1 / std::sqrt(float(op_.head_dim));
-  for (int32_t p = oldest; p <= position;) {
-    const int32_t count = run_length(p, position);
-    simd_.scores(query_.data(), key_at(p), count, op_.head_dim, scale,
-                 &scores_[size_t(p - oldest)]);
-    p += count;
-  }
-  const int32_t seen = position - oldest + 1;
-  const float largest = *std::max_element(scores_.begin(), scores_.begin() + seen);
-  for (int32_t i = 0; i < seen; ++i) scores_[size_t(i)] -= largest;
-  simd_.exp(scores_.data(), seen);
-  float sum = 0;
-  for (int32_t i = 0; i < seen; ++i) sum += scores_[size_t(i)];
-
-  float* out = op_.out.at(t) + first;
-  std::fill_n(out, op_.head_dim, 0.0f);
-  for (int32_t p = oldest; p <= position;) {
-    const int32_t count = run_length(p, position);
-    simd_.weighted_sum(&scores_[size_t(p - oldest)], key_at(p) + value_offset(), count,
-                       op_.head_dim, out);
-    p += count;
-  }
-  for (int32_t i = 0; i < op_.head_dim; ++i) out[i] /= sum;
-}
-
-void Group::run(int32_t row, int32_t kv_head) {
-  row_ = row;
-  kv_head_ = kv_head;
-  const int32_t begin = op_.rows.begin[row], end = op_.rows.begin[row + 1];
-  if (op_.rows.slot[row] == kPadding || begin == end) return;
-  const auto longest = size_t(op_.rows.first[row]) + size_t(end - begin);
-  const size_t seen = op_.window > 0 ? std::min(longest, size_t(op_.window)) : longest;
-  if (scores_.size() < seen) scores_.resize(seen);
-  const int32_t group = op_.heads / op_.kv_heads;
-  // Token by token: a ring's older entries are gone once a later token of the row is appended.
-  for (int32_t t = begin; t < end; ++t) {
-    const int32_t position = op_.rows.first[row] + (t - begin);
-    set_position(position);
-    append(t, position);
-    for (int32_t i = 0; i < group; ++i) attend(t, position, kv_head * group + i);
-  }
+// The last row that begins at or before a token, past rows without tokens.
+int32_t row_of(const Rows& rows, int32_t token) {
+  return int32_t(std::upper_bound(rows.begin, rows.begin + rows.count, token) - rows.begin) - 1;
 }
 
 }  // namespace
 
 void run_fast(const Attention& op, const Context& context) {
-  const MixerSimd& simd = context.plain ? plain_mixers() : *context.simd.mixers;
-  const auto work = [&](int64_t begin, int64_t end) {
-    Group group(op, simd);
-    for (int64_t i = begin; i < end; ++i) {
-      group.run(int32_t(i / op.kv_heads), int32_t(i % op.kv_heads));
-    }
-  };
-  const int64_t items = int64_t(op.rows.count) * op.kv_heads;
-  context.plain ? work(0, items) : context.pool.parallel_for(items, work, 1);
+  const Rotations rotations(op, context.pool);
+  if (op.window > 0) {
+    // A token's key takes the place of the one that leaves its window: one token after the other.
+    for_heads(op, context, rotations, [](const Head& head, const RowRun& row) {
+      for (int32_t t = 0; t < row.count; ++t) {
+        head.append(row.begin + t, row.first + t);
+        head.attend(row.begin + t, row.first + t);
+      }
+    });
+    return;
+  }
+  for_heads(op, context, rotations, [](const Head& head, const RowRun& row) {
+    for (int32_t t = 0; t < row.count; ++t) head.append(row.begin + t, row.first + t);
+  });
+  context.pool.parallel_for(
+      int64_t(op.rows.tokens) * op.kv_heads,
+      [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const auto token = int32_t(i % op.rows.tokens);
+          const int32_t r = row_of(op.rows, token);
+          const RowRun row(op.rows, r);
+          if (row.empty() || token >= row.begin + row.count) continue;
+          const Head head{op, *context.simd.mixers, rotations,
+                          {op, r, row.slot, i / op.rows.tokens}};
+          head.attend(token, row.first + token - row.begin);
+        }
+      },
+      1);
 }
 
 }  // namespace weir::cpu

@@ -4,35 +4,11 @@
 
 #include "kernels/check.h"
 #include "kernels/cpu.h"
+#include "kernels/delta_streams.h"
 #include "kernels/mixer_math.h"
 
 namespace weir::cpu {
 namespace {
-
-// A row's three convolutions. Their history entries lie side by side.
-struct Streams {
-  ConvStream q, k, v;
-};
-
-Streams streams(const DeltaMix& op, const RowRun& row) {
-  const int64_t keys = int64_t(op.key_heads) * op.key_dim;
-  const int64_t values = int64_t(op.value_heads) * op.value_dim;
-  const auto stream = [&](const Acts& in, const float* taps, const float* bias, int64_t at) {
-    ConvStream made{.width = op.conv_width, .taps = taps, .bias = bias,
-                    .in = {in.at(row.begin), in.stride}};
-    if (op.conv_width > 1) {
-      made.history = op.history.at(row.slot) + at;
-      made.history_stride = 2 * keys + values;
-      made.fresh = row.fresh();
-    }
-    return made;
-  };
-  return {.q = stream(op.q, op.conv_q, op.conv_q_bias, 0),
-          .k = stream(op.k, op.conv_k, op.conv_k_bias, keys),
-          .v = stream(op.v, op.conv_v, op.conv_v_bias, 2 * keys)};
-}
-
-int64_t state_floats(const DeltaMix& op) { return int64_t(op.value_dim) * op.key_dim; }
 
 // One head's q or k: activated, then normalised.
 std::vector<double> plain_key(const DeltaMix& op, const ConvStream& stream, int32_t t,
@@ -77,7 +53,7 @@ void plain_out(const DeltaMix& op, int64_t token, int64_t value_head,
 }
 
 // One token of one value head, as the header's formulas read.
-void plain_step(const DeltaMix& op, const Streams& in, const RowRun& row, int32_t t,
+void plain_step(const DeltaMix& op, const DeltaStreams& in, const RowRun& row, int32_t t,
                 int64_t value_head) {
   const int64_t K = op.key_dim, V = op.value_dim, token = row.begin + t;
   const int64_t key_head = value_head * op.key_heads / op.value_heads;
@@ -113,7 +89,7 @@ void run_plain(const DeltaMix& op) {
   for (int32_t r = 0; r < op.rows.count; ++r) {
     const RowRun row(op.rows, r);
     if (row.empty()) continue;
-    const Streams in = streams(op, row);
+    const DeltaStreams in = delta_streams(op, row);
     float* const state = op.state.at(row.slot);
     if (row.fresh()) std::fill_n(state, op.value_heads * state_floats(op), 0.0f);
     for (int32_t t = 0; t < row.count; ++t) {

@@ -1,237 +1,225 @@
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <vector>
 
 #include "kernels/cpu.h"
-#include "kernels/scalar_math.h"
+#include "kernels/delta_streams.h"
+#include "kernels/mixer_math.h"
+#include "kernels/scratch.h"
 
 namespace weir::cpu {
 namespace {
 
-// One of the three convolved inputs.
-struct Stream {
-  Acts in;
-  const float *taps, *bias;
-  int32_t offset;  // of its channels in the history
-};
+// Tokens whose vectors are made ready at one time: they fit the first-level cache, and each row of
+// the state is fetched once for all of them.
+constexpr int32_t kBlockTokens = 8;
+constexpr size_t kScratchFloats = 8 * 1024;  // what usual sizes need
 
-// A key head of a row, and the value heads that read it.
-class Group {
+// A key head of a row and the value heads that read it. One claim of a thread: no other touches
+// their states or their channels of the history.
+class KeyHead {
  public:
-  Group(const DeltaMix& op, const MixerSimd& simd)
-      : op_(op),
-        simd_(simd),
-        q_(op.key_dim),
-        k_(op.key_dim),
-        erase_(op.key_dim),
-        decay_(op.key_dim, 1.0f),
-        decayed_erase_(op.key_dim),
-        v_(op.value_dim),
-        written_(op.value_dim),
-        gate_(op.value_dim) {}
-
-  void run(int32_t row, int32_t key_head);
+  KeyHead(const DeltaMix& op, const MixerSimd& simd, const RowRun& row, int64_t key_head);
+  void run();
 
  private:
-  Stream q_stream() const { return {op_.q, op_.conv_q, op_.conv_q_bias, 0}; }
-  Stream k_stream() const { return {op_.k, op_.conv_k, op_.conv_k_bias, keys()}; }
-  Stream v_stream() const { return {op_.v, op_.conv_v, op_.conv_v_bias, 2 * keys()}; }
-  int32_t keys() const { return op_.key_heads * op_.key_dim; }
-  int32_t values() const { return op_.value_heads * op_.value_dim; }
-  int32_t channels() const { return 2 * keys() + values(); }
+  // One convolution's taps, turned so that neighbouring channels are neighbours.
+  struct Conv {
+    ConvStream stream;
+    const float* taps = nullptr;  // [width, channels]
+    int64_t channels = 0;
+  };
+  struct Buffers {
+    float *q, *k, *decay, *erase;  // [kBlockTokens, key_dim]
+    float *v, *out;                // [kBlockTokens, value_dim]
+    const float* zeros;            // as many as the widest convolution has channels
+  };
 
-  void convolve(const Stream& stream, int32_t t, int32_t first, std::vector<float>& out) const;
-  void keep_history(const Stream& stream, int32_t first, int32_t count) const;
-  void activate_all(Activation activation, std::vector<float>& x) const;
-  void normalise(std::vector<float>& x) const;
-  void make_keys(int32_t t);
-  void make_decay(int64_t token, int32_t value_head);
-  void make_written(int64_t token, int32_t value_head);
-  void step(int32_t t, int32_t value_head);
-  void finish_output(int64_t token, int32_t value_head, float* out);
+  Conv conv(const ConvStream& stream, int64_t channels);
+  void convolve(const Conv& conv, int32_t t, int64_t channel, float* y, int64_t channels) const;
+  void prepare_key(const Conv& conv, int32_t t, float scale, float* x) const;
+  void prepare_value_head(int64_t value_head, int32_t t, int32_t i) const;
+  void finish(int64_t value_head, int32_t t, int32_t i) const;
+
+  int64_t group() const { return op_.value_heads / op_.key_heads; }
+  int32_t block_tokens() const { return std::min(row_.count, kBlockTokens); }
+  static size_t scratch_floats(const DeltaMix& op, int32_t block_tokens);
 
   const DeltaMix& op_;
   const MixerSimd& simd_;
-  int32_t begin_ = 0, count_ = 0, key_head_ = 0;
-  bool fresh_ = false;
-  Slot slot_ = 0;
-  float scale_ = 0;
-  std::vector<float> q_, k_, erase_, decay_, decayed_erase_;  // [key_dim]
-  std::vector<float> v_, written_, gate_;                     // [value_dim]
+  const RowRun row_;
+  const int64_t key_head_;
+  Scratch<kScratchFloats> scratch_;
+  Buffers x_{};
+  Conv q_, k_, v_;
 };
 
-// Channels first .. first + out.size() - 1 at the row's token t.
-void Group::convolve(const Stream& stream, int32_t t, int32_t first,
-                     std::vector<float>& out) const {
-  const auto size = int32_t(out.size());
-  if (op_.conv_width == 0) {
-    std::copy_n(stream.in.at(begin_ + t) + first, size, out.begin());
+size_t KeyHead::scratch_floats(const DeltaMix& op, int32_t block_tokens) {
+  const auto K = size_t(op.key_dim), V = size_t(op.value_dim);
+  const size_t channels = 2 * K + size_t(op.value_heads / op.key_heads) * V;
+  const size_t taps = size_t(op.conv_width) * (channels + 3 * kScratchAlign);
+  return size_t(block_tokens) * (4 * K + 2 * V) + taps + K + V + 8 * kScratchAlign;
+}
+
+KeyHead::KeyHead(const DeltaMix& op, const MixerSimd& simd, const RowRun& row, int64_t key_head)
+    : op_(op),
+      simd_(simd),
+      row_(row),
+      key_head_(key_head),
+      scratch_(scratch_floats(op, std::min(row.count, kBlockTokens))) {
+  const auto K = size_t(op.key_dim), V = size_t(op.value_dim), tokens = size_t(block_tokens());
+  x_ = {.q = scratch_.take(tokens * K),     .k = scratch_.take(tokens * K),
+        .decay = scratch_.take(tokens * K), .erase = scratch_.take(tokens * K),
+        .v = scratch_.take(tokens * V),     .out = scratch_.take(tokens * V),
+        .zeros = nullptr};
+  float* const zeros = scratch_.take(std::max(K, V));
+  std::fill_n(zeros, std::max(K, V), 0.0f);
+  x_.zeros = zeros;
+  const DeltaStreams in = delta_streams(op, row);
+  q_ = conv(in.q.from(key_head * op.key_dim), op.key_dim);
+  k_ = conv(in.k.from(key_head * op.key_dim), op.key_dim);
+  v_ = conv(in.v.from(key_head * group() * op.value_dim), group() * op.value_dim);
+}
+
+KeyHead::Conv KeyHead::conv(const ConvStream& stream, int64_t channels) {
+  Conv made{.stream = stream, .channels = channels};
+  if (stream.width == 0) return made;
+  float* const turned = scratch_.take(size_t(stream.width) * size_t(channels));
+  simd_.turn_taps(stream.taps, stream.width, channels, turned);
+  made.taps = turned;
+  return made;
+}
+
+// y = the convolution's channels from `channel` on, at the row's token t.
+void KeyHead::convolve(const Conv& conv, int32_t t, int64_t channel, float* y,
+                       int64_t channels) const {
+  const ConvStream& in = conv.stream;
+  if (in.width == 0) {
+    std::copy_n(in.in.at(t) + channel, channels, y);
     return;
   }
-  const int32_t width = op_.conv_width, kept = width - 1;
-  const float* bias = stream.bias ? stream.bias + first : nullptr;
-  for (int32_t c = 0; c < size; ++c) out[size_t(c)] = bias ? bias[c] : 0;
-  const float* taps = stream.taps + int64_t(first) * width;
-  for (int32_t i = 0; i < width; ++i) {
-    const int32_t source = t - kept + i;  // a token of this row, or one before it
-    if (source < 0 && fresh_) continue;
-    const float* x = source >= 0 ? stream.in.at(begin_ + source) + first
-                                 : op_.history.at(slot_) + int64_t(source + kept) * channels() +
-                                       stream.offset + first;
-    for (int32_t c = 0; c < size; ++c) out[size_t(c)] += taps[int64_t(c) * width + i] * x[c];
+  std::array<const float*, MixerSimd::kTaps> x;
+  const float* start = in.bias != nullptr ? in.bias + channel : nullptr;
+  for (int32_t first = 0; first < in.width; first += MixerSimd::kTaps) {
+    const int32_t taps = std::min(in.width - first, MixerSimd::kTaps);
+    for (int32_t j = 0; j < taps; ++j) {
+      const float* const from = in.input(t, in.width - 1 - first - j);
+      x[size_t(j)] = from != nullptr ? from + channel : x_.zeros;
+    }
+    simd_.convolve(x.data(), taps, conv.taps + first * conv.channels + channel, conv.channels,
+                   start, y, channels);
+    start = y;
   }
 }
 
-// The last conv_width - 1 raw inputs of some channels. Oldest first: nothing is read after it was
-// overwritten.
-void Group::keep_history(const Stream& stream, int32_t first, int32_t count) const {
-  const int32_t kept = op_.conv_width - 1;
-  float* history = op_.history.at(slot_) + stream.offset + first;
-  for (int32_t i = 0; i < kept; ++i) {
-    const int32_t source = count_ - kept + i;
-    float* to = history + int64_t(i) * channels();
-    if (source >= 0) {
-      std::copy_n(stream.in.at(begin_ + source) + first, count, to);
-    } else if (fresh_) {
-      std::fill_n(to, count, 0.0f);
-    } else {
-      std::copy_n(to + int64_t(count_) * channels(), count, to);
+// x = scale * normalised act(conv(q or k)).
+void KeyHead::prepare_key(const Conv& conv, int32_t t, float scale, float* x) const {
+  const int64_t K = op_.key_dim;
+  convolve(conv, t, 0, x, K);
+  simd_.activate(op_.qk_activation, x, K);
+  const float norm = op_.qk_norm == QkNorm::L2
+                         ? 1.0f / std::sqrt(simd_.squares(x, K) + 1e-6f)
+                         : 1.0f / simd_.sum(x, K);
+  simd_.scale(x, norm * scale, K);
+}
+
+// The vectors of the row's token t that one value head has for itself; i is its place in the block.
+void KeyHead::prepare_value_head(int64_t value_head, int32_t t, int32_t i) const {
+  const int64_t K = op_.key_dim, V = op_.value_dim, token = row_.begin + t;
+  float* const decay = x_.decay + i * K;
+  float* const erase = x_.erase + i * K;
+  float* const v = x_.v + i * V;
+  const int64_t head = value_head * op_.decay_heads / op_.value_heads;
+  if (op_.decay == Decay::None) {
+    std::fill_n(decay, K, 1.0f);
+  } else {
+    const int64_t channels = op_.decay == Decay::PerHead ? 1 : K, at = head * channels;
+    simd_.decay({.x = op_.decay_in.at(token) + at,
+                 .bias = op_.dt_bias + at,
+                 .a = op_.decay_a[head],
+                 .lower_bound = op_.lower_bound},
+                decay, channels);
+    if (channels == 1) std::fill_n(decay, K, decay[0]);
+  }
+  convolve(v_, t, (value_head - key_head_ * group()) * V, v, V);
+  simd_.activate(Activation::Silu, v, V);
+  if (op_.erase) {
+    std::copy_n(op_.erase.at(token) + key_head_ * K, K, erase);
+    simd_.activate(Activation::Sigmoid, erase, K);
+    simd_.scale(erase, op_.beta_scale, K);
+    float* const write = x_.out + i * V;  // not in use yet
+    std::copy_n(op_.write.at(token) + value_head * V, V, write);
+    simd_.activate(Activation::Sigmoid, write, V);
+    simd_.multiply(v, write, 1.0f, V);
+  } else {
+    float beta = 1;
+    if (op_.beta) {
+      beta = op_.beta.at(token)[value_head];
+      simd_.activate(Activation::Sigmoid, &beta, 1);
+    }
+    beta *= op_.beta_scale;
+    std::fill_n(erase, K, beta);
+    simd_.scale(v, beta, V);
+  }
+  simd_.multiply(erase, x_.k + i * K, 1.0f, K);
+  simd_.multiply(erase, decay, 1.0f, K);
+}
+
+void KeyHead::finish(int64_t value_head, int32_t t, int32_t i) const {
+  const int64_t V = op_.value_dim, token = row_.begin + t, at = value_head * V;
+  simd_.gated_norm({.in = x_.out + i * V,
+                    .weight = op_.norm_weight,
+                    .eps = op_.norm_eps,
+                    .gate = op_.gate ? op_.gate.at(token) + at : nullptr,
+                    .activation = op_.gate_activation,
+                    .out = op_.out.at(token) + at},
+                   V);
+}
+
+void KeyHead::run() {
+  const int64_t K = op_.key_dim, V = op_.value_dim;
+  const float q_scale = 1.0f / std::sqrt(float(K));
+  for (int32_t begin = 0; begin < row_.count; begin += kBlockTokens) {
+    const int32_t tokens = std::min(row_.count - begin, kBlockTokens);
+    for (int32_t i = 0; i < tokens; ++i) {
+      prepare_key(q_, begin + i, q_scale, x_.q + i * K);
+      prepare_key(k_, begin + i, 1.0f, x_.k + i * K);
+    }
+    for (int64_t head = key_head_ * group(); head < (key_head_ + 1) * group(); ++head) {
+      for (int32_t i = 0; i < tokens; ++i) prepare_value_head(head, begin + i, i);
+      simd_.delta({.key_dim = op_.key_dim,
+                   .value_dim = op_.value_dim,
+                   .tokens = tokens,
+                   .key_stride = K,
+                   .value_stride = V,
+                   .state = op_.state.at(row_.slot) + head * state_floats(op_),
+                   .fresh = row_.fresh() && begin == 0,
+                   .q = x_.q,
+                   .k = x_.k,
+                   .decay = x_.decay,
+                   .erase = x_.erase,
+                   .v = x_.v,
+                   .out = x_.out});
+      for (int32_t i = 0; i < tokens; ++i) finish(head, begin + i, i);
     }
   }
-}
-
-void Group::activate_all(Activation activation, std::vector<float>& x) const {
-  if (activation == Activation::Silu) {
-    simd_.silu(x.data(), int32_t(x.size()));
-  } else if (activation == Activation::Sigmoid) {
-    simd_.sigmoid(x.data(), int32_t(x.size()));
-  } else if (activation != Activation::None) {
-    for (float& value : x) value = activate(activation, value);
-  }
-}
-
-void Group::normalise(std::vector<float>& x) const {
-  float divisor = 0;
-  if (op_.qk_norm == QkNorm::Sum) {
-    for (const float value : x) divisor += value;
-  } else {
-    divisor = std::sqrt(simd_.dot(x.data(), x.data(), op_.key_dim) + 1e-6f);
-  }
-  for (float& value : x) value /= divisor;
-}
-
-void Group::make_keys(int32_t t) {
-  const int32_t first = key_head_ * op_.key_dim;
-  convolve(q_stream(), t, first, q_);
-  convolve(k_stream(), t, first, k_);
-  activate_all(op_.qk_activation, q_);
-  activate_all(op_.qk_activation, k_);
-  normalise(q_);
-  normalise(k_);
-  for (float& value : q_) value *= scale_;
-  if (!op_.erase) return;
-  std::copy_n(op_.erase.at(begin_ + t) + first, op_.key_dim, erase_.begin());
-  simd_.sigmoid(erase_.data(), op_.key_dim);
-  for (size_t i = 0; i < erase_.size(); ++i) erase_[i] *= op_.beta_scale * k_[i];
-}
-
-// The factors exp(g) of this token.
-void Group::make_decay(int64_t token, int32_t value_head) {
-  if (op_.decay == Decay::None) return;  // decay_ stays 1
-  const auto head = int32_t(int64_t(value_head) * op_.decay_heads / op_.value_heads);
-  const int32_t size = op_.decay == Decay::PerHead ? 1 : op_.key_dim;
-  const float* in = op_.decay_in.at(token) + int64_t(head) * size;
-  const float* bias = op_.dt_bias + int64_t(head) * size;
-  const float a = op_.decay_a[head];
-  for (int32_t i = 0; i < size; ++i) {
-    const float z = in[i] + bias[i];
-    const bool bounded = op_.lower_bound < 0;
-    decay_[size_t(i)] = bounded ? op_.lower_bound * sigmoid(a * z) : -a * softplus(z);
-  }
-  simd_.exp(decay_.data(), size);
-  if (size == 1) std::fill(decay_.begin() + 1, decay_.end(), decay_[0]);
-}
-
-// write * v, and decay * erase.
-void Group::make_written(int64_t token, int32_t value_head) {
-  if (op_.erase) {
-    std::copy_n(op_.write.at(token) + int64_t(value_head) * op_.value_dim, op_.value_dim,
-                written_.begin());
-    simd_.sigmoid(written_.data(), op_.value_dim);
-    for (size_t j = 0; j < v_.size(); ++j) written_[j] *= v_[j];
-    for (size_t i = 0; i < k_.size(); ++i) decayed_erase_[i] = decay_[i] * erase_[i];
-    return;
-  }
-  const float beta = op_.beta_scale * (op_.beta ? sigmoid(op_.beta.at(token)[value_head]) : 1.0f);
-  for (size_t j = 0; j < v_.size(); ++j) written_[j] = beta * v_[j];
-  for (size_t i = 0; i < k_.size(); ++i) decayed_erase_[i] = decay_[i] * (beta * k_[i]);
-}
-
-void Group::finish_output(int64_t token, int32_t value_head, float* out) {
-  const float squares = simd_.dot(out, out, op_.value_dim);
-  const float scale = 1 / std::sqrt(squares / float(op_.value_dim) + op_.norm_eps);
-  for (int32_t j = 0; j < op_.value_dim; ++j) out[j] *= scale * op_.norm_weight[j];
-  if (!op_.gate) return;
-  std::copy_n(op_.gate.at(token) + int64_t(value_head) * op_.value_dim, op_.value_dim,
-              gate_.begin());
-  activate_all(op_.gate_activation, gate_);
-  for (int32_t j = 0; j < op_.value_dim; ++j) out[j] *= gate_[size_t(j)];
-}
-
-void Group::step(int32_t t, int32_t value_head) {
-  const int64_t token = begin_ + t;
-  convolve(v_stream(), t, value_head * op_.value_dim, v_);
-  simd_.silu(v_.data(), op_.value_dim);
-  make_decay(token, value_head);
-  make_written(token, value_head);
-  float* out = op_.out.at(token) + int64_t(value_head) * op_.value_dim;
-  const int64_t matrix = int64_t(op_.value_dim) * op_.key_dim;
-  simd_.delta_step({.key_dim = op_.key_dim,
-                    .value_dim = op_.value_dim,
-                    .state = op_.state.at(slot_) + value_head * matrix,
-                    .q = q_.data(),
-                    .k = k_.data(),
-                    .decay = decay_.data(),
-                    .decayed_erase = decayed_erase_.data(),
-                    .written = written_.data(),
-                    .out = out});
-  finish_output(token, value_head, out);
-}
-
-void Group::run(int32_t row, int32_t key_head) {
-  begin_ = op_.rows.begin[row];
-  count_ = op_.rows.begin[row + 1] - begin_;
-  slot_ = op_.rows.slot[row];
-  if (slot_ == kPadding || count_ == 0) return;
-  fresh_ = op_.rows.first[row] == 0;
-  key_head_ = key_head;
-  scale_ = 1 / std::sqrt(float(op_.key_dim));
-  const int32_t group = op_.value_heads / op_.key_heads;
-  const int32_t first = key_head * group, last = first + group;
-  if (fresh_) {
-    const int64_t matrix = int64_t(op_.value_dim) * op_.key_dim;
-    std::fill_n(op_.state.at(slot_) + first * matrix, group * matrix, 0.0f);
-  }
-  for (int32_t t = 0; t < count_; ++t) {
-    make_keys(t);
-    for (int32_t head = first; head < last; ++head) step(t, head);
-  }
-  if (op_.conv_width == 0) return;
-  keep_history(q_stream(), key_head * op_.key_dim, op_.key_dim);
-  keep_history(k_stream(), key_head * op_.key_dim, op_.key_dim);
-  keep_history(v_stream(), first * op_.value_dim, group * op_.value_dim);
+  q_.stream.remember(row_.count, K);
+  k_.stream.remember(row_.count, K);
+  v_.stream.remember(row_.count, group() * V);
 }
 
 }  // namespace
 
 void run_fast(const DeltaMix& op, const Context& context) {
-  const auto work = [&](int64_t begin, int64_t end) {
-    Group group(op, *context.simd.mixers);
-    for (int64_t i = begin; i < end; ++i) {
-      group.run(int32_t(i / op.key_heads), int32_t(i % op.key_heads));
-    }
-  };
-  context.pool.parallel_for(int64_t(op.rows.count) * op.key_heads, work, 1);
+  context.pool.parallel_for(
+      int64_t(op.rows.count) * op.key_heads,
+      [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const RowRun row(op.rows, int32_t(i / op.key_heads));
+          if (!row.empty()) KeyHead(op, *context.simd.mixers, row, i % op.key_heads).run();
+        }
+      },
+      1);
 }
 
 }  // namespace weir::cpu

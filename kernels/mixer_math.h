@@ -21,8 +21,13 @@ inline double activate(Activation activation, double x) {
     case Activation::Sigmoid: return sigmoid(x);
     case Activation::Relu: return x > 0 ? x : 0;
     case Activation::EluPlusOne: return x > 0 ? x + 1 : std::exp(x);
-    default: WEIR_UNREACHABLE("an activation that these mixers do not have");
+    case Activation::LogSigmoid: return -softplus(-x);
+    case Activation::ReluSquared: return x > 0 ? x * x : 0;
+    case Activation::GeluTanh:
+      return 0.5 * x * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+    case Activation::Tanh: return std::tanh(x);
   }
+  WEIR_UNREACHABLE("an activation without a formula");
 }
 
 // The log decay of a delta rule: -a softplus(x), or the bounded gate.

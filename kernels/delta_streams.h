@@ -1,0 +1,32 @@
+#pragma once
+#include "kernels/delta_mix.h"
+#include "kernels/mixer_math.h"
+
+namespace weir {
+
+// A row's three convolutions. Their history entries lie side by side.
+struct DeltaStreams {
+  ConvStream q, k, v;
+};
+
+inline DeltaStreams delta_streams(const DeltaMix& op, const RowRun& row) {
+  const int64_t keys = int64_t(op.key_heads) * op.key_dim;
+  const int64_t values = int64_t(op.value_heads) * op.value_dim;
+  const auto stream = [&](const Acts& in, const float* taps, const float* bias, int64_t at) {
+    ConvStream made{.width = op.conv_width, .taps = taps, .bias = bias,
+                    .in = {in.at(row.begin), in.stride}};
+    if (op.conv_width > 1) {
+      made.history = op.history.at(row.slot) + at;
+      made.history_stride = 2 * keys + values;
+      made.fresh = row.fresh();
+    }
+    return made;
+  };
+  return {.q = stream(op.q, op.conv_q, op.conv_q_bias, 0),
+          .k = stream(op.k, op.conv_k, op.conv_k_bias, keys),
+          .v = stream(op.v, op.conv_v, op.conv_v_bias, 2 * keys)};
+}
+
+inline int64_t state_floats(const DeltaMix& op) { return int64_t(op.value_dim) * op.key_dim; }
+
+}  // namespace weir

@@ -1,0 +1,47 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "kernels/sample.h"
+
+namespace weir {
+
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Uniform in [0, 1): 53 bits of a mix of seed and position, by the finaliser of splitmix64.
+inline double uniform(uint64_t seed, int32_t position) {
+  const auto mix = [](uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+  };
+  const uint64_t bits = mix(mix(seed + 0x9E3779B97F4A7C15ull) +
+                            uint64_t(uint32_t(position)) * 0xD1342543DE82EF95ull);
+  return double(bits >> 11) * 0x1.0p-53;
+}
+
+// A draw walks the tokens that are left from the most likely one on where a filter has put them in
+// order, else by id: then nothing need be sorted.
+inline bool draws_in_order(const Sampling& how) {
+  return how.top_k > 0 || how.typical_p < 1 || how.top_p < 1;
+}
+
+inline float edited(float logit, const LogitEdit& edit, const Sampling& how) {
+  if (edit.seen) {
+    logit = logit > 0 ? logit / how.repetition_penalty : logit * how.repetition_penalty;
+  }
+  logit -= how.frequency_penalty * float(edit.generated);
+  if (edit.generated > 0) logit -= how.presence_penalty;
+  return logit + edit.bias;
+}
+
+// What a row answers when there is nothing to draw from, or until there is something better.
+inline void answer_nothing(const Sample& op, int64_t row) {
+  op.token[row] = -1;
+  op.logprob[row] = 0;
+  std::fill_n(op.top_token + row * Sample::kTop, Sample::kTop, -1);
+  std::fill_n(op.top_logprob + row * Sample::kTop, Sample::kTop, -kInfinity);
+}
+
+}  // namespace weir
