@@ -7,7 +7,9 @@ namespace weir {
 
 inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
-inline float log_sigmoid(float x) { return std::fmin(x, 0.0f) - std::log1p(std::exp(-std::fabs(x))); }
+inline float log_sigmoid(float x) {
+  return std::fmin(x, 0.0f) - std::log1p(std::exp(-std::fabs(x)));
+}
 // log(exp(a) + exp(b)).
 inline float log_add_exp(float a, float b) {
   const float larger = std::fmax(a, b);
