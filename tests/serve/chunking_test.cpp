@@ -16,9 +16,10 @@ TEST_P(Case02, ChunkSizesDoNotShow) {
   v1::GenerateRequest request = greedy(random_ids(700, 4), 64);
   request.mutable_output()->set_prompt_logprobs(true);
   Answer first;
-  for (const std::string chunk : {"1", "7", "63", "64", "65", "256", "65536"}) {
+  // The last one takes the whole prompt at once.
+  for (const std::string chunk : {"1", "7", "63", "64", "65", "256", "1024"}) {
     TestServer server(vectors(GetParam()),
-                         {"--slots=2", "--step_tokens=65536", "--chunk_tokens=" + chunk});
+                         {"--slots=2", "--step_tokens=1024", "--chunk_tokens=" + chunk});
     ASSERT_TRUE(server.serving()) << server.output();
     const Answer answer = Client(server).generate(request);
     ASSERT_TRUE(answer.status.ok()) << answer.status.error_message();

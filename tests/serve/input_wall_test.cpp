@@ -95,7 +95,7 @@ std::vector<Wrong> wrong_sampling() {
 
 std::vector<Wrong> wrong_stop() {
   return {stop("max_tokens", [](auto& s) { s.set_max_tokens(0); }),
-          stop("max_tokens", [](auto& s) { s.set_max_tokens(4097); }),
+          stop("max_tokens", [](auto& s) { s.set_max_tokens(8193); }),
           stop("max_tokens", [](auto& s) { s.set_max_tokens(0xffffffffu); }),
           stop("min_tokens", [](auto& s) { s.set_min_tokens(9); }),
           stop("token_ids", [](auto& s) { s.add_token_ids(512); }),
@@ -123,10 +123,10 @@ void expect_refused(const Client& client, const std::vector<Wrong>& wrongs) {
 }
 
 TEST(Case11, BadInputWall) {
-  TestServer server(vectors("gated-deltanet"), {"--slots=2"});
+  TestServer server(vectors("gated-deltanet"), {"--slots=2", "--max_new_tokens=8192"});
   ASSERT_TRUE(server.serving()) << server.output();
   const Client client(server);
-  const v1::GenerateRequest good = greedy(random_ids(30, 5), 4096);
+  const v1::GenerateRequest good = greedy(random_ids(30, 5), 8192);
   const auto neighbour = client.start(good);
   ASSERT_TRUE(neighbour->has_tokens(1));
   const size_t wrongs = wrong_inputs().size() + wrong_sampling().size() + wrong_stop().size();
