@@ -87,6 +87,7 @@ class CudaBackend final : public Backend {
   void upload(void* device, const void* host, size_t bytes) override;
   void download(void* host, const void* device, size_t bytes) override;
   void copy(void* target, const void* source, size_t bytes) override;
+  const char* unserved(const Program& program) const override;
   void run(const Program& program) override;
   void finish() override;
 
@@ -186,6 +187,18 @@ void CudaBackend::copy(void* target, const void* source, size_t bytes) {
       cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToDevice, context_.stream));
 }
 
+const char* CudaBackend::unserved(const Program& program) const {
+  for (const Op& op : program) {
+    const bool served = std::visit(
+        [](const auto& o) {
+          return requires(cuda::Context & context) { cuda::run(o, context); };
+        },
+        op);
+    if (!served) return name(op);
+  }
+  return nullptr;
+}
+
 void CudaBackend::enqueue(const Program& program) {
   context_.follows = false;
   states_.clear();
@@ -194,7 +207,15 @@ void CudaBackend::enqueue(const Program& program) {
       context_.fresh_state = std::ranges::find(states_, mix->state.data) == states_.end();
       states_.push_back(mix->state.data);
     }
-    std::visit([&](const auto& o) { cuda::run(o, context_); }, op);
+    std::visit(
+        [&](const auto& o) {
+          if constexpr (requires { cuda::run(o, context_); }) {
+            cuda::run(o, context_);
+          } else {
+            WEIR_UNREACHABLE("load_model() refuses models whose ops are unserved()");
+          }
+        },
+        op);
   }
 }
 

@@ -118,6 +118,11 @@ __device__ inline float apply(Activation activation, float x) {
     case Activation::Sigmoid: return sigmoid(x);
     case Activation::Relu: return fmaxf(x, 0.0f);
     case Activation::EluPlusOne: return x > 0 ? x + 1.0f : expf(x);
+    case Activation::LogSigmoid: return fminf(x, 0.0f) - log1pf(expf(-fabsf(x)));
+    case Activation::ReluSquared: return x > 0 ? x * x : 0.0f;
+    case Activation::GeluTanh:
+      return 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
+    case Activation::Tanh: return tanhf(x);
   }
   return x;
 }
