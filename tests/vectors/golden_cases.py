@@ -1,0 +1,174 @@
+"""The random checkpoints: each a small model of one type with options that trained ones lack."""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass
+class Case:
+    type: str
+    architecture: str
+    keys: dict
+    extra: dict = dataclasses.field(default_factory=dict)    # optional tensors: name -> shape
+    renamed: dict = dataclasses.field(default_factory=dict)  # parts of names as the file has them
+
+    def config(self):
+        common = {"architectures": [self.architecture], "model_type": self.type, "hidden_size": 32,
+                  "num_hidden_layers": 2, "vocab_size": 64, "tie_word_embeddings": False,
+                  "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
+        if self.type != "mamba2":
+            common |= {"intermediate_size": 16, "hidden_act": "swish", "norm_eps": 1e-2}
+        return common | self.keys
+
+
+def retnet(**keys):
+    return Case("retnet", "RetNetForCausalLM", keys)
+
+
+def hgrn2(**keys):
+    return Case("hgrn2", "HGRN2ForCausalLM", keys)
+
+
+def gsa(**keys):
+    return Case("gsa", "GSAForCausalLM", keys)
+
+
+def gla(**keys):
+    return Case("gla", "GLAForCausalLM", keys)
+
+
+def linear_attn(**keys):
+    return Case("linear_attn", "LinearAttentionForCausalLM", keys)
+
+
+def mamba2(**keys):
+    return Case("mamba2", "Mamba2ForCausalLM", keys)
+
+
+def gated_deltanet(**keys):
+    return Case("gated_deltanet", "GatedDeltaNetForCausalLM", keys)
+
+
+def delta_net(**keys):
+    return Case("delta_net", "DeltaNetForCausalLM", keys)
+
+
+def kda(**keys):
+    return Case("kda", "KDAForCausalLM", keys)
+
+
+def gdn2(**keys):
+    return Case("gdn2", "GDN2ForCausalLM", keys)
+
+
+def swila(**keys):
+    inner = {"conv_size": 3, "router_low_rank_dim": 5, "beta_low_rank_dim": 3,
+             "gate_low_rank_dim": 7, "attn": None}
+    return Case("swila", "SwiLAForCausalLM", inner | keys)
+
+
+def transformer(**keys):
+    return Case("transformer", "TransformerForCausalLM", keys)
+
+
+def stored_as(case, usual, found):
+    """Of two names for one tensor, a file may keep either."""
+    case.renamed[usual] = found
+    return case
+
+
+def with_conv_bias(case, layers, channels):
+    """Short convolutions with a bias: no configuration names it, the tensors alone say so."""
+    for layer in range(layers):
+        for name, count in channels.items():
+            case.extra[f"model.layers.{layer}.attn.{name}_conv1d.bias"] = (count,)
+    return case
+
+
+CASES = {
+    "retnet": retnet(num_heads=4, expand_v=1.5, tie_word_embeddings=True),
+    "retnet-groups": retnet(num_heads=4, num_kv_heads=2, expand_k=0.5, expand_v=2.0,
+                            feature_map="silu", use_output_gate=False),
+    "retnet-unfused": retnet(num_heads=2, num_kv_heads=1, expand_v=1.0, feature_map="sqrelu",
+                             fuse_norm=False, tie_word_embeddings=True),
+    "hgrn2": hgrn2(expand_ratio=8, num_hidden_layers=3),
+    "hgrn2-conv": hgrn2(expand_ratio=16, use_short_conv=True, conv_size=3),
+    "hgrn2-unbounded": hgrn2(expand_ratio=None, num_heads=2, use_lower_bound=False,
+                             num_hidden_layers=1, tie_word_embeddings=True),
+    "gsa": gsa(num_heads=4, num_kv_heads=2, num_slots=12, expand_v=0.5),
+    "gsa-conv-t2r": gsa(num_heads=4, num_kv_heads=1, num_slots=5, use_short_conv=True,
+                        feature_map="t2r", gate_logit_normalizer=3),
+    "gsa-relu": gsa(num_heads=2, num_slots=None, exapnd_k=0.5, exapnd_v=1.0, feature_map="relu",
+                    tie_word_embeddings=True),
+    "gla-groups-conv": with_conv_bias(
+        gla(num_heads=4, num_kv_heads=2, use_short_conv=True, clamp_min=-0.4), 2,
+        {"q": 16, "k": 8, "v": 16}),
+    "gla-feature": gla(num_heads=2, num_kv_heads=1, expand_k=1.0, expand_v=2.0, feature_map="gelu",
+                       use_output_gate=False),
+    "gla-unfused": gla(num_heads=2, feature_map="logsigmoid", clamp_min=-0.1, fuse_norm=False,
+                       num_hidden_layers=1, tie_word_embeddings=True),
+    "gla-hybrid": gla(num_heads=2, feature_map="sigmoid", num_hidden_layers=3,
+                      tie_word_embeddings=True,
+                      attn=[{"layers": [1], "num_heads": 4, "num_kv_heads": 2,
+                             "qkv_bias": True, "window_size": 5},
+                            {"layers": [2], "num_heads": 2, "rope_theta": 500.0}]),
+    "linear-hedgehog": linear_attn(num_heads=4, num_kv_heads=2, expand_v=0.5,
+                                   feature_map="hedgehog", num_hidden_layers=1),
+    "linear-dpfp": linear_attn(num_heads=4, expand_k=0.5, feature_map="dpfp",
+                               norm_feature_map=True),
+    "linear-elu": linear_attn(num_heads=2, num_kv_heads=1, expand_k=0.5, feature_map="elu",
+                              norm_q=True, norm_k=True, norm_feature_map=True),
+    "linear-t2r": linear_attn(num_heads=4, feature_map="t2r", tie_feature_map_qk=True, norm_k=True,
+                              num_hidden_layers=1),
+    "linear-product": stored_as(
+        linear_attn(num_heads=2, num_kv_heads=1, expand_v=2.0, norm_q=True,
+                    tie_feature_map_qk=True, num_hidden_layers=1),
+        "feature_map_q.", "feature_map_k."),
+    "linear-identity": linear_attn(num_heads=4, num_kv_heads=2, feature_map="identity", norm_q=True,
+                                   norm_k=True, norm_feature_map=True, num_hidden_layers=1),
+    "linear-relu": linear_attn(num_heads=4, expand_v=0.5, feature_map="relu", norm_feature_map=True,
+                               num_hidden_layers=1),
+    "mamba2-groups": mamba2(head_dim=8, state_size=12, n_groups=2, D_has_hdim=True,
+                            norm_before_gate=True, use_bias=True, norm_eps=1e-3,
+                            dt_limit=[0.05, 0.6], tie_word_embeddings=True),
+    "mamba2-plain": mamba2(head_dim=16, state_size=5, rmsnorm=False, use_conv_bias=False,
+                           norm_eps=1e-3, dt_limit=[0.0, math.inf], conv_kernel=3,
+                           num_hidden_layers=1),
+    "mamba2-transformers": mamba2(num_heads=8, head_dim=6, expand=1.5, state_size=10, n_groups=4,
+                                  layer_norm_epsilon=1e-3, time_step_limit=[0.2, 0.9],
+                                  intermediate_size=24, rms_norm=True, tie_word_embeddings=True),
+    "gdn-groups": gated_deltanet(num_heads=2, num_v_heads=4, head_dim=12, expand_v=0.5,
+                                 allow_neg_eigval=True, tie_word_embeddings=True),
+    "gdn-plain": gated_deltanet(num_heads=2, head_dim=18, expand_v=1.5, use_gate=False,
+                                use_short_conv=False, tie_word_embeddings=True),
+    "gdn-hybrid": gated_deltanet(num_heads=1, num_v_heads=3, head_dim=8, expand_v=1.0, conv_size=2,
+                                 num_hidden_layers=3, tie_word_embeddings=True,
+                                 attn={"layers": [1], "num_heads": 4, "num_kv_heads": 1,
+                                       "qkv_bias": True, "window_size": 7,
+                                       "rope_theta": 1000.0}),
+    "delta-gate": delta_net(num_heads=2, expand_k=0.75, use_gate=True, allow_neg_eigval=True,
+                            qk_activation="relu"),
+    "delta-sum": delta_net(num_heads=2, expand_v=1.5, qk_norm="sum", qk_activation="elu",
+                           tie_word_embeddings=True),
+    "delta-plain": delta_net(num_heads=4, expand_v=0.5, use_beta=False, use_short_conv=False,
+                             qk_activation="identity", num_hidden_layers=1),
+    "delta-silu": delta_net(num_heads=2, expand_k=0.75, use_beta=False, allow_neg_eigval=True,
+                            use_short_conv=False, num_hidden_layers=1),
+    "kda-groups": kda(num_heads=2, num_v_heads=4, head_dim=8, expand_v=1.5, allow_neg_eigval=True,
+                      tie_word_embeddings=True),
+    "kda-bounded": kda(num_heads=2, head_dim=20, expand_v=0.5, safe_gate=True, lower_bound=-3.0,
+                       use_short_conv=False),
+    "kda-bounded-groups": kda(num_heads=1, num_v_heads=3, head_dim=8, lower_bound=-5,
+                              tie_word_embeddings=True),
+    "gdn2-groups": gdn2(num_heads=2, num_v_heads=4, head_dim=8, expand_v=1.5, allow_neg_eigval=True,
+                        tie_word_embeddings=True),
+    "gdn2-plain": gdn2(num_heads=1, num_v_heads=2, head_dim=10, expand_v=1.5, use_short_conv=False,
+                       tie_word_embeddings=True),
+    "swila": swila(num_heads=2, num_mixtures=3, head_dim=6, temporal=True, gated=True),
+    "swila-one": swila(num_heads=3, num_mixtures=1, head_dim=10, temporal=False, gated=False,
+                       num_hidden_layers=1),
+    "transformer-window": transformer(num_heads=4, num_kv_heads=2, qk_norm=True, window_size=6,
+                                      qkv_bias=True, rope_theta=300.0, num_hidden_layers=3),
+    "transformer-norm": transformer(num_heads=2, num_kv_heads=1, qk_norm=True,
+                                    tie_word_embeddings=True),
+}
