@@ -13,6 +13,7 @@ namespace {
 // Tokens whose vectors are made ready at one time: they fit the first-level cache, and each row of
 // the state is fetched once for all of them.
 constexpr int32_t kBlockTokens = 8;
+constexpr int64_t kPrefetchFloats = 2 * 1024;  // of the state, before the vectors are made ready
 constexpr size_t kScratchFloats = 8 * 1024;  // what usual sizes need
 
 // A key head of a row and the value heads that read it. One claim of a thread: no other touches
@@ -35,6 +36,7 @@ class KeyHead {
     const float* zeros;            // as many as the widest convolution has channels
   };
 
+  void prefetch() const;
   Conv conv(const ConvStream& stream, int64_t channels);
   void convolve(const Conv& conv, int32_t t, int64_t channel, float* y, int64_t channels) const;
   void prepare_key(const Conv& conv, int32_t t, float scale, float* x) const;
@@ -68,6 +70,7 @@ KeyHead::KeyHead(const DeltaMix& op, const MixerSimd& simd, const RowRun& row, i
       key_head_(key_head),
       scratch_(scratch_floats(op, std::min(row.count, kBlockTokens))) {
   const auto K = size_t(op.key_dim), V = size_t(op.value_dim), tokens = size_t(block_tokens());
+  prefetch();
   x_ = {.q = scratch_.take(tokens * K),     .k = scratch_.take(tokens * K),
         .decay = scratch_.take(tokens * K), .erase = scratch_.take(tokens * K),
         .v = scratch_.take(tokens * V),     .out = scratch_.take(tokens * V),
@@ -79,6 +82,22 @@ KeyHead::KeyHead(const DeltaMix& op, const MixerSimd& simd, const RowRun& row, i
   q_ = conv(in.q.from(key_head * op.key_dim), op.key_dim);
   k_ = conv(in.k.from(key_head * op.key_dim), op.key_dim);
   v_ = conv(in.v.from(key_head * group() * op.value_dim), group() * op.value_dim);
+}
+
+// The first of what comes from memory, while the taps are being turned.
+void KeyHead::prefetch() const {
+  if (row_.fresh()) return;
+  const DeltaStreams in = delta_streams(op_, row_);
+  const auto ask = [&](const ConvStream& stream, int64_t channel, int64_t channels) {
+    for (int32_t i = 0; i + 1 < stream.width; ++i) {
+      simd_.prefetch(stream.history + i * stream.history_stride + channel, channels);
+    }
+  };
+  ask(in.q, key_head_ * op_.key_dim, op_.key_dim);
+  ask(in.k, key_head_ * op_.key_dim, op_.key_dim);
+  ask(in.v, key_head_ * group() * op_.value_dim, group() * op_.value_dim);
+  const int64_t floats = std::min(state_floats(op_), kPrefetchFloats);
+  simd_.prefetch(op_.state.at(row_.slot) + key_head_ * group() * state_floats(op_), floats);
 }
 
 KeyHead::Conv KeyHead::conv(const ConvStream& stream, int64_t channels) {

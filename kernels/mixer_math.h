@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -91,7 +92,7 @@ struct ConvStream {
     for (int32_t i = 0; i + 1 < width; ++i) {
       const float* const x = input(count - 1, width - 2 - i);
       float* const kept = history + i * history_stride;
-      for (int64_t c = 0; c < channels; ++c) kept[c] = x != nullptr ? x[c] : 0.0f;
+      x != nullptr ? std::copy_n(x, channels, kept) : std::fill_n(kept, channels, 0.0f);
     }
   }
 

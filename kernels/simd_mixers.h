@@ -59,6 +59,7 @@ struct AttentionBlock {
 struct MixerSimd {
   static constexpr int kTaps = 8;  // most inputs of one convolve()
 
+  void (*prefetch)(const float* from, int64_t count);
   // turned[j][c] = taps[c][j]; rows of `turned` lie `channels` apart.
   void (*turn_taps)(const float* taps, int32_t width, int64_t channels, float* turned);
   // y[c] = start[c] + sum over the inputs j of taps[j][c] * x[j][c], where rows of taps lie
