@@ -91,7 +91,7 @@ Model random_model(const ModelShape& shape, RandomWeights& random) {
   model.spec = {.model_type = shape.name, .dim = shape.dim, .vocab = shape.vocab};
   model.weights.embedding = random.matrix(shape.vocab, shape.dim);
   for (int32_t i = 0; i < shape.layers; ++i) {
-    model.spec.layers.push_back({shape.mixer, {shape.hidden}});
+    model.spec.layers.push_back({shape.mixer, Mlp{shape.hidden}});
     LayerWeights layer{.mixer_norm = random.vector(shape.dim)};
     layer.mixer = random_mixer(shape.mixer, shape.dim, random);
     layer.mlp_norm = random.vector(shape.dim);
