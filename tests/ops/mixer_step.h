@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -96,7 +97,8 @@ inline std::vector<std::vector<Piece>> cut_evenly(const std::vector<int32_t>& le
 }
 
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+  const auto same = [](float x, float y) { return std::memcmp(&x, &y, sizeof(x)) == 0; };
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), same);
 }
 
 }  // namespace weir
