@@ -20,7 +20,7 @@ from golden_cases import CASES  # noqa: E402
 from golden_model import Model  # noqa: E402
 from golden_store import Random, Stored, read_safetensors, write_safetensors  # noqa: E402
 
-HERE = pathlib.Path(__file__).resolve().parent
+VECTORS = pathlib.Path(__file__).resolve().parent.parent / "vectors"
 PROMPT, GREEDY = 24, 12
 # A greedy token whose lead is smaller than this would not be decided by float32 arithmetic.
 LEAD = 2e-3
@@ -44,7 +44,7 @@ def golden(folder, prompt, steps):
 
 
 def write_case(name, case, attempt=0):
-    folder = HERE / f"random-{name}"
+    folder = VECTORS / f"random-{name}"
     folder.mkdir(exist_ok=True)
     config = case.config()
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
