@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "kernels/cpu.h"
-#include "kernels/scalar_math.h"
+#include "kernels/mixer_math.h"
 
 namespace weir::cpu {
 namespace {
@@ -23,7 +23,7 @@ void convolve(const Conv1d& op, int32_t row, int32_t first, int32_t last) {
       for (int32_t i = 0; i < op.width; ++i) {
         sum += op.taps[int64_t(c) * op.width + i] * input(t - kept + i, c);
       }
-      out[c] = activate(op.activation, sum);
+      out[c] = float(activate(op.activation, sum));
     }
   }
   for (int32_t i = 0; i < kept; ++i) {  // oldest first: nothing is read after it was overwritten

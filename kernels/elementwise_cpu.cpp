@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "kernels/cpu.h"
-#include "kernels/scalar_math.h"
+#include "kernels/mixer_math.h"
 
 namespace weir::cpu {
 namespace {
@@ -9,14 +9,15 @@ namespace {
 float apply(const Elementwise& op, int64_t t, int32_t i) {
   const float x = op.x.at(t)[i];
   switch (op.function) {
-    case Elementwise::Function::Activate: return activate(op.activation, x);
+    case Elementwise::Function::Activate: return float(activate(op.activation, x));
     case Elementwise::Function::LogDecay:
-      return std::max(log_sigmoid(x) / op.divisor, op.floor);
+      return std::max(float(log_sigmoid(x)) / op.divisor, op.floor);
     case Elementwise::Function::BoundedLogDecay:
-      return log_add_exp(std::log(op.a[i]), std::log1p(-op.a[i]) + log_sigmoid(x));
+      return float(
+          log_add_exp(std::log(double(op.a[i])), std::log1p(-double(op.a[i])) + log_sigmoid(x)));
     case Elementwise::Function::OneMinusExp: return -std::expm1(x);
     case Elementwise::Function::SoftplusStep:
-      return std::clamp(softplus(x + op.a[i]), op.floor, op.ceiling);
+      return std::clamp(float(softplus(x + op.a[i])), op.floor, op.ceiling);
     case Elementwise::Function::Scale: return x * op.a[i];
   }
   return x;

@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "kernels/cpu.h"
-#include "kernels/scalar_math.h"
+#include "kernels/mixer_math.h"
 
 namespace weir::cpu {
 namespace {
@@ -59,7 +59,7 @@ void map_head(const FeatureMap& op, const float* x, float* out) {
       }
       break;
   }
-  for (int32_t i = 0; i < size; ++i) out[i] = activate(op.activation, out[i]);
+  for (int32_t i = 0; i < size; ++i) out[i] = float(activate(op.activation, out[i]));
   if (!op.normalise) return;
   float sum = 1e-4f;
   for (int32_t i = 0; i < size; ++i) sum += out[i];

@@ -1,7 +1,7 @@
 #include <cmath>
 
 #include "kernels/cpu.h"
-#include "kernels/scalar_math.h"
+#include "kernels/mixer_math.h"
 
 namespace weir::cpu {
 namespace {
@@ -26,9 +26,9 @@ void run_group(const HeadNorm& op, int64_t t, int32_t group) {
   float* y = op.out.at(t) + offset;
   const float* gate = op.gate ? op.gate.at(t) + offset : nullptr;
   const auto apply_gate = [&] {
-    for (int32_t i = 0; i < op.dim; ++i) y[i] *= activate(op.gate_activation, gate[i]);
+    for (int32_t i = 0; i < op.dim; ++i) y[i] *= float(activate(op.gate_activation, gate[i]));
   };
-  for (int32_t i = 0; i < op.dim; ++i) y[i] = activate(op.activation, x[i]);
+  for (int32_t i = 0; i < op.dim; ++i) y[i] = float(activate(op.activation, x[i]));
   if (gate && op.gate_first) apply_gate();
   if (op.kind != HeadNorm::Kind::None) {
     const int64_t first = op.weight_per_group ? offset : 0;

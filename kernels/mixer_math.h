@@ -15,6 +15,15 @@ inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 // log(1 + e^x), which is x itself where 1 no longer counts.
 inline double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
+// log(sigmoid(x)).
+inline double log_sigmoid(double x) { return -softplus(-x); }
+
+// log(exp(a) + exp(b)).
+inline double log_add_exp(double a, double b) {
+  const double larger = std::fmax(a, b);
+  return std::isinf(larger) ? larger : larger + std::log1p(std::exp(-std::fabs(a - b)));
+}
+
 inline double activate(Activation activation, double x) {
   switch (activation) {
     case Activation::None: return x;
@@ -22,7 +31,7 @@ inline double activate(Activation activation, double x) {
     case Activation::Sigmoid: return sigmoid(x);
     case Activation::Relu: return x > 0 ? x : 0;
     case Activation::EluPlusOne: return x > 0 ? x + 1 : std::exp(x);
-    case Activation::LogSigmoid: return -softplus(-x);
+    case Activation::LogSigmoid: return log_sigmoid(x);
     case Activation::ReluSquared: return x > 0 ? x * x : 0;
     case Activation::GeluTanh:
       return 0.5 * x * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));

@@ -3,13 +3,10 @@
 #include <vector>
 
 #include "kernels/cpu.h"
+#include "kernels/mixer_math.h"
 
 namespace weir::cpu {
 namespace {
-
-float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
-float silu(float x) { return x * sigmoid(x); }
-float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
 // What one head needs for one token.
 struct Scratch {
@@ -51,7 +48,7 @@ void convolve(const Place& at, Acts in, const float* taps, int32_t group, int32_
       }
       sum += taps[c * width + i] * x;
     }
-    out[d] = silu(sum);
+    out[d] = float(activate(Activation::Silu, sum));
   }
 }
 
@@ -98,7 +95,7 @@ void make_prior(const Place& at, Acts router, Acts mix, SlotState last, int32_t 
   if (!mix) return;
   const float* before = last.at(at.slot()) + at.mixed();
   for (size_t i = 0; i < prior.size(); ++i) {
-    const float g = sigmoid(mix.at(at.token(t))[at.channel() + int64_t(i) % op.dim]);
+    const auto g = float(sigmoid(mix.at(at.token(t))[at.channel() + int64_t(i) % op.dim]));
     prior[i] = (1 - g) * before[i] + g * prior[i];
   }
 }
@@ -111,7 +108,7 @@ void decay_state(const Place& at, int32_t t, float* state) {
     const float a = op.decay_a[at.head * op.mixtures + j];
     for (int32_t e = 0; e < op.dim; ++e) {
       const int64_t i = int64_t(j) * op.dim + e;
-      alpha[size_t(e)] = std::exp(-a * softplus(in[i] + op.dt_bias[at.mixed() + i]));
+      alpha[size_t(e)] = float(std::exp(-a * softplus(in[i] + op.dt_bias[at.mixed() + i])));
     }
     float* matrix = state + int64_t(j) * op.dim * op.dim;
     for (int32_t d = 0; d < op.dim; ++d) {
@@ -145,7 +142,7 @@ void step(const Place& at, int32_t t, Scratch& s, float* o) {
     for (int32_t j = 0; j < J; ++j) {
       float* row = state + (int64_t(j) * D + d) * D;
       const auto i = size_t(j * D + d);
-      const float u = sigmoid(beta[i]) * s.mixed[i] * delta[size_t(j)];
+      const float u = float(sigmoid(beta[i])) * s.mixed[i] * delta[size_t(j)];
       float sum = 0;
       for (int32_t e = 0; e < D; ++e) {
         row[e] += u * s.k[size_t(e)];
