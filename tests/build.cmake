@@ -31,9 +31,11 @@ add_test(NAME sim/scheduler_bugs
 set_tests_properties(sim/scheduler_bugs PROPERTIES LABELS selftest TIMEOUT 600)
 
 # Benchmarks print tables; nothing is asserted about time.
-file(GLOB benches CONFIGURE_DEPENDS tests/bench/*_bench.cpp)
-foreach(source IN LISTS benches)
-  get_filename_component(name ${source} NAME_WE)
-  add_executable(${name} ${source})
-  target_link_libraries(${name} PRIVATE weir_engine nlohmann_json::nlohmann_json)
-endforeach()
+if(NOT WEIR_SANITIZE)
+  file(GLOB benches CONFIGURE_DEPENDS tests/bench/*_bench.cpp)
+  foreach(source IN LISTS benches)
+    get_filename_component(name ${source} NAME_WE)
+    add_executable(${name} ${source})
+    target_link_libraries(${name} PRIVATE weir_engine nlohmann_json::nlohmann_json)
+  endforeach()
+endif()
