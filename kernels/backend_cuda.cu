@@ -119,6 +119,7 @@ CudaBackend::CudaBackend(int device) {
   WEIR_CUDA_CHECK(cudaStreamCreateWithFlags(&context_.stream, cudaStreamNonBlocking));
   context_.multiprocessors = properties_.multiProcessorCount;
   context_.compute = properties_.major * 10 + properties_.minor;
+  context_.scratch = device_memory(cuda::Context::kScratchBytes);
   products_ = cuda::MatrixProducts::load();
   context_.products = products_.get();
 }
@@ -129,6 +130,7 @@ CudaBackend::~CudaBackend() {
     if (program.graph != nullptr) cudaGraphExecDestroy(program.graph);
   }
   for (void* block : allocated_) cudaFree(block);
+  cudaFree(context_.scratch);
   cudaStreamDestroy(context_.stream);
 }
 

@@ -26,6 +26,9 @@ struct Context {
   bool follows = false;                // the launch before this one was ours: it may overlap
   bool fresh_state = true;             // no earlier op of this program wrote this op's state
   MatrixProducts* products = nullptr;  // null: no cuBLASLt on this machine
+
+  static constexpr size_t kScratchBytes = size_t(64) << 20;
+  void* scratch = nullptr;             // of one op at a time
 };
 
 void run(const Embed& op, Context& context);

@@ -24,6 +24,7 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kRows = 64, kPieces = kRows / 8;  // 16-byte pieces of one thread and run
 constexpr int kRun = 32;                        // columns
 constexpr int kStages = 3;                      // runs in flight
+constexpr int kClusterMost = 8;
 constexpr size_t kRingBytes = size_t(kStages) * kPieces * kThreads * 16;
 
 __device__ inline void copy_async(void* shared, const void* global, bool valid) {
@@ -41,7 +42,7 @@ __device__ inline void copy_wait() {
 
 __device__ inline void multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                 uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
@@ -55,6 +56,24 @@ __device__ inline void split(float x, float y, uint32_t& high, uint32_t& low) {
   const __nv_bfloat162 l = __floats2bfloat162_rn(x - back.x, y - back.y);
   high = reinterpret_cast<const uint32_t&>(h);
   low = reinterpret_cast<const uint32_t&>(l);
+}
+
+// high + low = x to 16 bits, each [tokens, in] without gaps.
+__global__ __launch_bounds__(kThreads) void split_kernel(Acts x, int in, int tokens,
+                                                         SplitVectors to) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int i = (blockIdx.x * kThreads + threadIdx.x) * 4;
+  if (i >= in) return;
+  for (int token = blockIdx.y; token < tokens; token += gridDim.y) {
+    const float4 v = *reinterpret_cast<const float4*>(at(x, token) + i);
+    uint2 high, low;
+    split(v.x, v.y, high.x, low.x);
+    split(v.z, v.w, high.y, low.y);
+    const int64_t place = int64_t(token) * in + i;
+    *reinterpret_cast<uint2*>(to.high + place) = high;
+    *reinterpret_cast<uint2*>(to.low + place) = low;
+  }
 }
 
 __device__ inline uint32_t cluster_rank() {
@@ -87,11 +106,11 @@ __device__ inline float read_peer(const float* mine, uint32_t rank) {
 #endif
 }
 
-// A row's first element and its bias, or null beyond the last row.
-__device__ inline const char* matrix_row(const Linear& op, int row, int element_bytes) {
+// Where a row of the stacked bf16 matrices begins.
+__device__ inline const char* matrix_row(const Linear& op, int row) {
   for (int p = 0; p < op.parts; ++p) {
     if (row < op.part[p].rows) {
-      return static_cast<const char*>(op.part[p].data) + int64_t(row) * op.in * element_bytes;
+      return static_cast<const char*>(op.part[p].data) + int64_t(row) * op.in * 2;
     }
     row -= op.part[p].rows;
   }
@@ -116,49 +135,72 @@ __device__ inline void store(const Linear& op, int row, int token, float value) 
   *y = op.accumulate ? *y + value : value;
 }
 
-// The fragments of x for one run of columns.
+// The fragments of x for one run of columns: eight neighbouring columns of one token in each tile.
 template <int kTile>
 struct Columns {
-  float4 x[kTile][2];
+  uint4 high[kTile], low[kTile];
 
+  // From x itself: for so few tokens that reading it costs nothing.
   __device__ void load(const Linear& op, int first_token, int column) {
     const int token = first_token + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int j = 0; j < kTile; ++j) {
       const bool valid = token + j * 8 < op.tokens && column < op.in;
       const auto* from = reinterpret_cast<const float4*>(at(op.x, token + j * 8) + column);
-      x[j][0] = valid ? from[0] : float4{0, 0, 0, 0};
-      x[j][1] = valid ? from[1] : float4{0, 0, 0, 0};
+      const float4 a = valid ? from[0] : float4{0, 0, 0, 0};
+      const float4 b = valid ? from[1] : float4{0, 0, 0, 0};
+      split(a.x, a.y, high[j].x, low[j].x);
+      split(a.z, a.w, high[j].y, low[j].y);
+      split(b.x, b.y, high[j].z, low[j].z);
+      split(b.z, b.w, high[j].w, low[j].w);
+    }
+  }
+  // From what split_kernel() has made of it.
+  __device__ void load(const Linear& op, const SplitVectors& x, int first_token, int column) {
+    const int token = first_token + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int j = 0; j < kTile; ++j) {
+      const bool valid = token + j * 8 < op.tokens && column < op.in;
+      const int64_t at = int64_t(token + j * 8) * op.in + column;
+      high[j] = valid ? *reinterpret_cast<const uint4*>(x.high + at) : uint4{0, 0, 0, 0};
+      low[j] = valid ? *reinterpret_cast<const uint4*>(x.low + at) : uint4{0, 0, 0, 0};
     }
   }
 };
 
-// Adds one run: ring[i * kThreads] is row 8 i + lane / 4 of the block, eight columns.
+// Adds one run: ring[i * kThreads] is row 8 i + lane / 4 of the block, eight columns. Products that
+// follow one another belong to different sums: a product waits some 30 cycles for its sum's last.
 template <int kTile>
 __device__ inline void add_run(float (&sum)[kRows / 16][kTile][4], const uint4* ring,
-                               const Columns<kTile>& columns) {
-  uint32_t high[kTile][4], low[kTile][4];
+                               const Columns<kTile>& x) {
+  constexpr int kAtOnce = kTile >= 4 ? 1 : kRows / 16;  // tiles of 16 rows
 #pragma unroll
-  for (int j = 0; j < kTile; ++j) {
-    const float4 a = columns.x[j][0], b = columns.x[j][1];
-    split(a.x, a.y, high[j][0], low[j][0]);
-    split(a.z, a.w, high[j][1], low[j][1]);
-    split(b.x, b.y, high[j][2], low[j][2]);
-    split(b.z, b.w, high[j][3], low[j][3]);
-  }
+  for (int first = 0; first < kRows / 16; first += kAtOnce) {
+    uint4 top[kAtOnce], bottom[kAtOnce];
 #pragma unroll
-  for (int m = 0; m < kRows / 16; ++m) {
-    const uint4 top = ring[2 * m * kThreads], bottom = ring[(2 * m + 1) * kThreads];
-#pragma unroll
-    for (int j = 0; j < kTile; ++j) {
-      multiply(sum[m][j], top.x, bottom.x, top.y, bottom.y, low[j][0], low[j][1]);
-      multiply(sum[m][j], top.z, bottom.z, top.w, bottom.w, low[j][2], low[j][3]);
+    for (int m = 0; m < kAtOnce; ++m) {
+      top[m] = ring[2 * (first + m) * kThreads];
+      bottom[m] = ring[(2 * (first + m) + 1) * kThreads];
     }
+    const auto all = [&](const auto& product) {
 #pragma unroll
-    for (int j = 0; j < kTile; ++j) {
-      multiply(sum[m][j], top.x, bottom.x, top.y, bottom.y, high[j][0], high[j][1]);
-      multiply(sum[m][j], top.z, bottom.z, top.w, bottom.w, high[j][2], high[j][3]);
-    }
+      for (int m = 0; m < kAtOnce; ++m) {
+#pragma unroll
+        for (int j = 0; j < kTile; ++j) product(sum[first + m][j], top[m], bottom[m], j);
+      }
+    };
+    all([&](float(&to)[4], const uint4& t, const uint4& b, int j) {
+      multiply(to, t.x, b.x, t.y, b.y, x.low[j].x, x.low[j].y);
+    });
+    all([&](float(&to)[4], const uint4& t, const uint4& b, int j) {
+      multiply(to, t.z, b.z, t.w, b.w, x.low[j].z, x.low[j].w);
+    });
+    all([&](float(&to)[4], const uint4& t, const uint4& b, int j) {
+      multiply(to, t.x, b.x, t.y, b.y, x.high[j].x, x.high[j].y);
+    });
+    all([&](float(&to)[4], const uint4& t, const uint4& b, int j) {
+      multiply(to, t.z, b.z, t.w, b.w, x.high[j].z, x.high[j].w);
+    });
   }
 }
 
@@ -194,8 +236,8 @@ __device__ inline void add_warps(const float (&sum)[kRows / 16][kTile][4], float
 }
 
 template <int kTile>
-__global__ __launch_bounds__(kThreads, kTile <= 4 ? 2 : 1) void linear_kernel(
-    const __grid_constant__ Linear op, int cluster) {
+__global__ __launch_bounds__(kThreads, kTile <= 2 ? 2 : 1) void linear_kernel(
+    const __grid_constant__ Linear op, SplitVectors x, int cluster) {
   extern __shared__ uint4 ring[];  // [kStages][kPieces][kThreads], then the block's sums
   let_successor_start();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -205,10 +247,17 @@ __global__ __launch_bounds__(kThreads, kTile <= 4 ? 2 : 1) void linear_kernel(
   const int end = min(runs, (rank + 1) * share);
 
   const char* row[kPieces];
+  const char* const first = matrix_row(op, first_row);
+  const char* const last =
+      first_row + kRows <= rows ? matrix_row(op, first_row + kRows - 1) : nullptr;
+  const int64_t row_bytes = int64_t(op.in) * 2;
+  const bool whole = last - first == (kRows - 1) * row_bytes;  // the block's rows lie end to end
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
-    const int r = first_row + i * 8 + lane / 4;
-    row[i] = r < rows ? matrix_row(op, r, 2) : nullptr;
+    const int r = i * 8 + lane / 4;
+    row[i] = whole                  ? first + r * row_bytes
+             : first_row + r < rows ? matrix_row(op, first_row + r)
+                                    : nullptr;
   }
   const auto fetch = [&](int run, int stage) {
     const int column = run * kRun + lane % 4 * 8;
@@ -227,13 +276,30 @@ __global__ __launch_bounds__(kThreads, kTile <= 4 ? 2 : 1) void linear_kernel(
   for (int s = 0; s < kStages; ++s) fetch(run + s * kWarps, s);
   wait_for_predecessor();
 
+  // Eight tiles fill the registers: only with fewer is the next run's x loaded ahead.
+  constexpr bool kAhead = kTile <= 4;
+  const auto load = [&](Columns<kTile>& columns, int r) {
+    const int column = r < end ? r * kRun + lane % 4 * 8 : op.in;
+    if constexpr (kTile == 1) {
+      columns.load(op, first_token, column);
+    } else {
+      columns.load(op, x, first_token, column);
+    }
+  };
   float sum[kRows / 16][kTile][4] = {};
+  Columns<kTile> columns;
+  load(columns, run);
   for (int stage = 0; run < end; run += kWarps, stage = (stage + 1) % kStages) {
-    Columns<kTile> columns;
-    columns.load(op, first_token, run * kRun + lane % 4 * 8);
+    Columns<kTile> next;
+    if constexpr (kAhead) load(next, run + kWarps);
     copy_wait<kStages - 1>();  // a thread reads only what it has fetched itself: no barrier
     add_run<kTile>(sum, ring + stage * kPieces * kThreads + threadIdx.x, columns);
     fetch(run + kStages * kWarps, stage);
+    if constexpr (kAhead) {
+      columns = next;
+    } else {
+      load(columns, run + kWarps);
+    }
   }
   copy_wait<0>();
   float* total = reinterpret_cast<float*>(ring + kStages * kPieces * kThreads);
@@ -248,8 +314,11 @@ __global__ __launch_bounds__(kThreads, kTile <= 4 ? 2 : 1) void linear_kernel(
   for (int i = threadIdx.x; i < own * kTile * 8; i += kThreads) {
     const int r = rank * own + i % own, token = first_token + i / own;
     const float* mine = total + r * (kTile * 8 + 1) + i / own;
-    float all = 0;
-    for (int c = 0; c < cluster; ++c) all += read_peer(mine, uint32_t(c));
+    float part[kClusterMost], all = 0;
+#pragma unroll
+    for (int c = 0; c < kClusterMost; ++c) part[c] = c < cluster ? read_peer(mine, c) : 0.0f;
+#pragma unroll
+    for (int c = 0; c < kClusterMost; ++c) all += part[c];
     if (token < op.tokens && first_row + r < rows) store(op, first_row + r, token, all);
   }
   if (cluster > 1) cluster_barrier();  // no block leaves while its sums are being read
@@ -259,8 +328,9 @@ __global__ __launch_bounds__(kThreads, kTile <= 4 ? 2 : 1) void linear_kernel(
 int cluster_size(const Context& context, int rows, int in) {
   if (context.compute < 90) return 1;
   const int tiles = (rows + kRows - 1) / kRows, runs = (in + kRun - 1) / kRun;
+  // One block for each multiprocessor: two blocks' sums are slow to meet when not all run at once.
   int cluster = 1;
-  while (cluster < 8 && 10 * tiles * cluster < 13 * context.multiprocessors &&
+  while (cluster < kClusterMost && 10 * tiles * cluster < 9 * context.multiprocessors &&
          runs >= 2 * cluster * kWarps) {
     cluster *= 2;
   }
@@ -279,7 +349,7 @@ void start(const Linear& op, int rows, Context& context) {
           .block = dim3(kThreads),
           .shared = shared,
           .cluster = cluster},
-         linear_kernel<kTile>, op, cluster);
+         linear_kernel<kTile>, op, split_vectors(op.in, op.tokens, context), cluster);
 }
 
 // Any dtype, size and alignment: one warp a row, eight tokens at a time, lanes along the columns.
@@ -330,6 +400,17 @@ bool fits_tensor_cores(const Linear& op) {
 
 }  // namespace
 
+SplitVectors split_vectors(int in, int tokens, const Context& context) {
+  auto* high = static_cast<__nv_bfloat16*>(context.scratch);
+  return {high, high + int64_t(tokens) * in};
+}
+
+void split(const Acts& x, int in, int tokens, Context& context) {
+  const dim3 grid((in / 4 + kThreads - 1) / kThreads, std::min(tokens, 65535));
+  launch(context, {.grid = grid, .block = dim3(kThreads)}, split_kernel, x, in, tokens,
+         split_vectors(in, tokens, context));
+}
+
 int total_rows(const Linear& op) {
   int rows = 0;
   for (int p = 0; p < op.parts; ++p) rows += op.part[p].rows;
@@ -344,6 +425,18 @@ void run_small(const Linear& op, Context& context) {
     return;
   }
   if (op.tokens <= 8) return start<1>(op, rows, context);
+  const int most = int(Context::kScratchBytes / (size_t(op.in) * 4));
+  if (op.tokens > most) {
+    Linear some = op;
+    for (int first = 0; first < op.tokens; first += most) {
+      some.tokens = std::min(most, op.tokens - first);
+      run_small(some, context);
+      some.x.data += most * op.x.stride;
+      some.y.data += most * op.y.stride;
+    }
+    return;
+  }
+  split(op.x, op.in, op.tokens, context);
   if (op.tokens <= 16) return start<2>(op, rows, context);
   if (op.tokens <= 32) return start<4>(op, rows, context);
   start<8>(op, rows, context);

@@ -19,26 +19,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kSmallRows = 256;  // a group of parts below this many rows is left to run_small()
 
-// high + low = x to 16 bits, each [tokens, in] without gaps.
-__global__ __launch_bounds__(kThreads) void split_kernel(Acts x, int in, int tokens,
-                                                         __nv_bfloat16* high,
-                                                         __nv_bfloat16* low) {
-  let_successor_start();
-  wait_for_predecessor();
-  const int i = (blockIdx.x * kThreads + threadIdx.x) * 4;
-  if (i >= in) return;
-  for (int token = blockIdx.y; token < tokens; token += gridDim.y) {
-    const float4 v = *reinterpret_cast<const float4*>(at(x, token) + i);
-    const __nv_bfloat162 h[2] = {__floats2bfloat162_rn(v.x, v.y), __floats2bfloat162_rn(v.z, v.w)};
-    const float2 a = __bfloat1622float2(h[0]), b = __bfloat1622float2(h[1]);
-    const __nv_bfloat162 l[2] = {__floats2bfloat162_rn(v.x - a.x, v.y - a.y),
-                                 __floats2bfloat162_rn(v.z - b.x, v.w - b.y)};
-    const int64_t to = int64_t(token) * in + i;
-    *reinterpret_cast<uint2*>(high + to) = reinterpret_cast<const uint2&>(h);
-    *reinterpret_cast<uint2*>(low + to) = reinterpret_cast<const uint2&>(l);
-  }
-}
-
 __global__ __launch_bounds__(kThreads) void bias_kernel(Acts y, const float* bias, int rows,
                                                         int tokens) {
   let_successor_start();
@@ -117,7 +97,6 @@ MatrixProducts::MatrixProducts(void* file, std::unique_ptr<Library> library)
   WEIR_BLAS_CHECK(library_->desc_set(desc_, CUBLASLT_MATMUL_DESC_TRANSA, &transposed,
                                      sizeof transposed));
   WEIR_CUDA_CHECK(cudaMalloc(&workspace_, kWorkspaceBytes));
-  WEIR_CUDA_CHECK(cudaMalloc(&split_, kSplitBytes));
 }
 
 MatrixProducts::~MatrixProducts() {
@@ -129,7 +108,6 @@ MatrixProducts::~MatrixProducts() {
   library_->desc_destroy(desc_);
   library_->destroy(handle_);
   cudaFree(workspace_);
-  cudaFree(split_);
   dlclose(file_);
 }
 
@@ -164,19 +142,12 @@ const MatrixProducts::Plan& MatrixProducts::plan(const Shape& shape) {
   return plans_.emplace(shape, made).first->second;
 }
 
-void MatrixProducts::split(const Acts& x, int in, int tokens, Context& context) {
-  const dim3 grid((in / 4 + kThreads - 1) / kThreads, std::min(tokens, 65535));
-  auto* high = static_cast<__nv_bfloat16*>(split_);
-  launch(context, {.grid = grid, .block = dim3(kThreads)}, split_kernel, x, in, tokens, high,
-         high + int64_t(tokens) * in);
-}
-
 void MatrixProducts::multiply(const void* weights, int rows, int in, int tokens, bool accumulate,
                               const Acts& y, Context& context) {
   const Plan& use = plan({rows, in, tokens, y.stride});
-  const auto* high = static_cast<const __nv_bfloat16*>(split_);
+  const SplitVectors split = split_vectors(in, tokens, context);
   const float one = 1, zero = 0;
-  for (const auto* x : {high + int64_t(tokens) * in, high}) {
+  for (const auto* x : {split.low, split.high}) {
     const float* beta = accumulate ? &one : &zero;
     WEIR_BLAS_CHECK(library_->matmul(handle_, desc_, &one, weights, use.w, x, use.x, beta, y.data,
                                      use.y, y.data, use.y, &use.algo, workspace_, kWorkspaceBytes,
@@ -220,7 +191,7 @@ Linear part_of(const Linear& op, const Group& group, int row) {
 }
 
 void run_tokens(const Linear& op, Context& context) {
-  context.products->split(op.x, op.in, op.tokens, context);
+  split(op.x, op.in, op.tokens, context);
   int row = 0;
   for (Group group; group.first + group.count < op.parts || group.count == 0;) {
     group = group_at(op, group.first + group.count);
@@ -246,7 +217,7 @@ void run_tokens(const Linear& op, Context& context) {
 }  // namespace
 
 void run_large(const Linear& op, Context& context) {
-  const int most = int(MatrixProducts::kSplitBytes / (size_t(op.in) * 4));
+  const int most = int(Context::kScratchBytes / (size_t(op.in) * 4));
   WEIR_CHECK(most > 0);
   for (int first = 0; first < op.tokens; first += most) {
     Linear some = op;

@@ -13,14 +13,11 @@ namespace weir::cuda {
 class MatrixProducts {
  public:
   static constexpr size_t kWorkspaceBytes = size_t(32) << 20;
-  static constexpr size_t kSplitBytes = size_t(64) << 20;  // both parts of the vectors
 
   static std::unique_ptr<MatrixProducts> load();  // null: no library on this machine
   ~MatrixProducts();
 
-  // The vectors of the products that follow; tokens * in * 4 <= kSplitBytes.
-  void split(const Acts& x, int in, int tokens, Context& context);
-  // y = W x, or y += W x; weights is [rows, in].
+  // y = W x, or y += W x, of the vectors that split() has just split; weights is [rows, in].
   void multiply(const void* weights, int rows, int in, int tokens, bool accumulate, const Acts& y,
                 Context& context);
 
@@ -36,7 +33,6 @@ class MatrixProducts {
   cublasLtHandle_t handle_ = nullptr;
   cublasLtMatmulDesc_t desc_ = nullptr;
   void* workspace_ = nullptr;
-  void* split_ = nullptr;
   std::map<Shape, Plan> plans_;
 };
 

@@ -161,9 +161,9 @@ __device__ void filter(Candidates& set, const Sampling& how, Scratch& scratch) {
   }
 }
 
+// `most`: the key of the largest logit.
 __device__ int draw(const float* logits, int vocab, const Sampling& how, int32_t position,
-                    Scratch& scratch) {
-  const uint64_t most = largest_below(logits, vocab, ~uint64_t(0), scratch);
+                    uint64_t most, Scratch& scratch) {
   if (most == 0) return -1;
   if (how.temperature <= 0) return token_of(most);
   Candidates set{.logits = logits, .vocab = vocab, .most = value_of(most),
@@ -250,7 +250,9 @@ __global__ __launch_bounds__(kThreads) void sample_kernel(const __grid_constant_
     logits[edit.token] = edited(logits[edit.token], edit, how);
   }
   __syncthreads();  // the edits are made
-  token = draw(logits, vocab, how, op.position[output], scratch);
+  const uint64_t key =
+      begin == end ? most : largest_below(logits, vocab, ~uint64_t(0), scratch);
+  token = draw(logits, vocab, how, op.position[output], key, scratch);
   if (threadIdx.x == 0) raw = token >= 0 ? logits[token] : -INFINITY;
   __syncthreads();  // the drawn token's logit is there
   for (int i = begin + int(threadIdx.x); i < end; i += kThreads) {

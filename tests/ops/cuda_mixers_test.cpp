@@ -208,8 +208,8 @@ Drawing draw(Side& side, const std::vector<Sampling>& how, int32_t vocab,
     position.push_back(10 + i);
     top.push_back(i % 3 == 0 ? 0 : i % 3 == 1 ? 5 : Sample::kTop);
     for (int32_t j = 0; j < i % 4; ++j) {
-      edits.push_back({.token = 7 * j + i, .bias = j == 2 ? -INFINITY : 1.5f, .generated = j,
-                       .seen = true});
+      edits.push_back({.token = (7 * j + i) % vocab, .bias = j == 2 ? -INFINITY : 1.5f,
+                       .generated = j, .seen = true});
     }
     edit_begin.push_back(int32_t(edits.size()));
   }
