@@ -5,7 +5,7 @@ set -euo pipefail
 
 packages=(g++ cmake ninja-build ccache pkg-config
   libgrpc++-dev protobuf-compiler-grpc protobuf-compiler libprotobuf-dev libprotoc-dev libabsl-dev
-  libsentencepiece-dev prometheus-cpp-dev nlohmann-json3-dev libgtest-dev libgmock-dev curl)
+  libsentencepiece-dev prometheus-cpp-dev nlohmann-json3-dev libxxhash-dev libgtest-dev libgmock-dev curl)
 case "${1:-}" in
   "") ;;
   --tests) packages+=(clang-14 libclang-rt-14-dev libbenchmark-dev sentencepiece
