@@ -16,10 +16,12 @@ constexpr double kExpandMax = 64;
 int32_t head_dim(ConfigReader& reader, const std::string& key, double fallback, int32_t dim,
                  int32_t heads) {
   const auto all = int32_t(double(dim) * reader.number(key.c_str(), fallback, 0, kExpandMax));
-  if (all >= 1 && all <= kDimMax && all % heads == 0) return all / heads;
+  if (all >= 1 && all <= kDimMax && all % heads == 0 && all / heads <= kHeadDimMax) {
+    return all / heads;
+  }
   reader.refuse_text(key, absl::StrCat("expected int(hidden_size * ", key,
                                        ") to be a multiple of num_heads (", heads, ") from 1 to ",
-                                       kDimMax, ", found ", all));
+                                       kDimMax, ", at most ", kHeadDimMax, " a head, found ", all));
   return 1;
 }
 
@@ -88,7 +90,7 @@ Hgrn2Mixer read_hgrn2(ConfigReader& reader, int32_t dim) {
     mixer.heads = reader.integer("num_heads", 1, 1, kDimMax);
     mixer.head_dim = dim / mixer.heads;
   }
-  if (mixer.heads < 1 || mixer.heads * mixer.head_dim != dim) {
+  if (mixer.heads < 1 || mixer.heads * mixer.head_dim != dim || mixer.head_dim > kHeadDimMax) {
     reader.refuse_text("expand_ratio", absl::StrCat("expected heads that divide hidden_size (", dim,
                                                     "), found ", mixer.heads, " of ",
                                                     mixer.head_dim));
@@ -131,6 +133,11 @@ GsaMixer read_gsa(ConfigReader& reader, int32_t dim) {
   mixer.value_dim = head_dim(reader, expand("expand_v", "exapnd_v"), 1.0, dim, mixer.heads);
   const int32_t usual = reader.find("num_slots") ? mixer.key_dim : 64;
   mixer.slots = reader.integer_or_null("num_slots", usual, 1, kDimMax);
+  if (int64_t(mixer.heads) * mixer.slots > kDimMax) {
+    reader.refuse_text("num_slots", absl::StrCat("expected num_heads * num_slots of at most ",
+                                                 kDimMax, ", found ", mixer.heads, " * ",
+                                                 mixer.slots));
+  }
   mixer.conv = read_optional_conv(reader);
   mixer.feature = reader.choice<GsaMixer::Feature>("feature_map", GsaMixer::Feature::Swish,
                                                    {{"swish", GsaMixer::Feature::Swish},

@@ -43,6 +43,7 @@ class Planner {
     if (absl::Status status = choose_budget(); !status.ok()) return status;
     if (absl::Status status = choose_slots(); !status.ok()) return status;
     if (absl::Status status = choose_pages(); !status.ok()) return status;
+    fit_lengths();
     describe();
     return std::move(plan_);
   }
@@ -142,6 +143,19 @@ class Planner {
     if (limits.pages == wanted) return absl::OkStatus();
     return clamp(absl::StrCat("asked for ", wanted, " KV pages, possible ", possible, " in ",
                               mib(room), " at ", plan_.page_bytes, " bytes each"));
+  }
+
+  // A sequence may hold all the KV pages, and no more.
+  void fit_lengths() {
+    Limits& limits = plan_.limits;
+    if (plan_.page_bytes == 0) return;
+    const int64_t held = int64_t(limits.pages) * limits.page_tokens;
+    const auto longest = int32_t(std::min<int64_t>(held, INT32_MAX));
+    if (limits.prompt_tokens <= longest && limits.new_tokens <= longest) return;
+    limits.prompt_tokens = std::min(limits.prompt_tokens, longest);
+    limits.new_tokens = std::min(limits.new_tokens, longest);
+    plan_.lines.push_back(absl::StrCat("clamped: prompt and answer to ", longest,
+                                       " tokens together, what the KV pages hold"));
   }
 
   void describe() {

@@ -66,7 +66,7 @@ const std::vector<Known>& known_flags() {
       {"max_connection_age_seconds", 0, 1 << 30},
       {"model_name"},
       {"device"},
-      {"threads", 0, 1024},
+      {"threads", 0, 128},
       {"slots", 0, 1 << 16},
       {"state_memory_mib", 0, 1 << 30},
       {"kv_pages", 0, 1 << 24},

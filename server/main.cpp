@@ -145,7 +145,8 @@ absl::Status Server::load() {
       .weights_bytes = model->weights.bytes,
       .weights_fingerprint = *fingerprint,
       .device = backend->info().name,
-      .receive_bytes = size_t(options.max_receive_mib) << 20});
+      .receive_bytes = size_t(options.max_receive_mib) << 20,
+      .text_bytes = text_bytes_max(*tokenizer, capacity.limits)});
   return absl::OkStatus();
 }
 

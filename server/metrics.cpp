@@ -77,7 +77,8 @@ void Metrics::add_requests() {
     rejections_[why] = &rejections.Add({{"reason", kRejectionNames[why]}});
   }
   auto& early = counters(*registry_, "weir_requests_ended_early_total",
-                         "Generate calls cancelled or past their deadline, by where they were.");
+                         "Generate calls cancelled or past their deadline once the engine had "
+                         "them, by where they were.");
   for (size_t phase = 0; phase < kPhases; ++phase) {
     ended_early_[0][phase] =
         &early.Add({{"outcome", "cancelled"}, {"phase", kPhaseNames[phase]}});

@@ -204,6 +204,9 @@ class Reader {
         if (message_.has_add_bos() && message_.add_bos() && model_.spec.bos < 0) {
           return refuse("add_bos", "expected false, the model has no bos token, found true");
         }
+        if (std::string problem = text_problem(message_.prompt(), model_); !problem.empty()) {
+          return refuse(field, problem);
+        }
         prompt = model_.tokenizer.encode(message_.prompt());
         if (model_.spec.bos >= 0 && (!message_.has_add_bos() || message_.add_bos())) {
           prompt.insert(prompt.begin(), model_.spec.bos);
@@ -253,6 +256,16 @@ class Reader {
     out_.answer.echo += text.finish();
   }
 
+  // No more than the KV pages hold beside the prompt, where there are pages.
+  int32_t new_tokens_by_default() const {
+    const Limits& limits = model_.limits;
+    const int32_t usual = std::min(kNewTokensByDefault, limits.new_tokens);
+    if (model_.state.kv_per_token == 0) return usual;
+    const int64_t room = int64_t(limits.pages) * limits.page_tokens -
+                         int64_t(out_.request.prompt.size()) + 1;
+    return int32_t(std::clamp<int64_t>(room, 1, usual));
+  }
+
   void read_length() {
     const v1::StopParameters& s = message_.stop();
     const Limits& limits = model_.limits;
@@ -262,7 +275,7 @@ class Reader {
     if (!ok()) return;
     Request& to = out_.request;
     to.new_tokens = s.has_max_tokens() ? int32_t(s.max_tokens())
-                                       : std::min(kNewTokensByDefault, limits.new_tokens);
+                                       : new_tokens_by_default();
     check("stop.min_tokens", s.min_tokens(), {0, double(to.new_tokens)});
     to.min_tokens = ok() ? int32_t(s.min_tokens()) : 0;
     out_.effective.mutable_stop()->set_max_tokens(uint32_t(to.new_tokens));
@@ -286,6 +299,12 @@ std::variant<GenerateParameters, Refusal> read_parameters(const v1::GenerateRequ
 
 v1::Effective default_parameters(const ServedModel& model) {
   return Reader(v1::GenerateRequest::default_instance(), model, {}).read_defaults();
+}
+
+std::string text_problem(const std::string& text, const ServedModel& model) {
+  if (text.size() <= model.text_bytes) return "";
+  return absl::StrCat("expected at most ", model.text_bytes, " bytes, the most that ",
+                      model.limits.prompt_tokens, " tokens can be, found ", text.size());
 }
 
 std::string token_problem(Token id, const ServedModel& model) {

@@ -51,5 +51,7 @@ v1::Effective default_parameters(const ServedModel& model);
 
 // An id of a request: "expected 0..4095, found 4096", or empty when it is fine.
 std::string token_problem(Token id, const ServedModel& model);
+// Likewise a text that is too long to become a prompt, whatever its tokens.
+std::string text_problem(const std::string& text, const ServedModel& model);
 
 }  // namespace weir

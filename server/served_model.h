@@ -23,11 +23,22 @@ struct ServedModel {
   std::string weights_fingerprint;
   std::string device;
   size_t receive_bytes = 0;  // largest request message
+  size_t text_bytes = SIZE_MAX;  // longest text worth tokenizing: text_bytes_max()
 
   // Ids that stand for a piece of text. A vocabulary may be padded beyond them; clients may not
   // use the padding.
   int32_t token_ids() const { return std::min(spec.vocab, tokenizer.size()); }
 };
+
+// The bytes that a prompt of the longest length can have, were all its tokens the longest piece.
+// What is longer is refused before the work of tokenizing it.
+inline size_t text_bytes_max(const Tokenizer& tokenizer, const Limits& limits) {
+  size_t longest = 1;
+  for (Token id = 0; id < tokenizer.size(); ++id) {
+    longest = std::max(longest, tokenizer.bytes(id, false).size());
+  }
+  return longest * size_t(limits.prompt_tokens);
+}
 
 // Bounds of a request that are not the engine's.
 inline constexpr int32_t kStopStringsMax = 16;

@@ -18,6 +18,9 @@ std::optional<Refusal> tokenize(const v1::TokenizeRequest& request, const Served
       bos.set_piece(model.tokenizer.piece(model.spec.bos));
     }
   }
+  if (std::string problem = text_problem(request.text(), model); !problem.empty()) {
+    return Refusal{.field = "text", .problem = problem};
+  }
   for (Tokenizer::Piece& piece : model.tokenizer.encode_pieces(request.text())) {
     v1::TokenPiece& token = *response.add_tokens();
     token.set_id(piece.id);

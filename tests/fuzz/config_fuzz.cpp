@@ -21,10 +21,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       WEIR_CHECK(m->key_heads > 0 && m->key_dim > 0 && m->value_dim > 0);
       WEIR_CHECK(m->value_heads % m->key_heads == 0);
       WEIR_CHECK(int64_t(m->value_heads) * m->value_dim <= 1 << 20);
-    } else {
-      const auto& attention = std::get<weir::AttentionMixer>(layer.mixer);
-      WEIR_CHECK(attention.head_dim > 0 && attention.heads % attention.kv_heads == 0);
-      WEIR_CHECK(attention.heads * attention.head_dim == spec->dim && attention.window >= 0);
+    } else if (const auto* m = std::get_if<weir::AttentionMixer>(&layer.mixer)) {
+      WEIR_CHECK(m->head_dim > 0 && m->heads % m->kv_heads == 0);
+      WEIR_CHECK(m->heads * m->head_dim == spec->dim && m->window >= 0);
     }
   }
   WEIR_CHECK(state_size(*spec).slot() < size_t(1) << 50);
