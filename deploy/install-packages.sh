@@ -5,11 +5,12 @@ set -euo pipefail
 
 packages=(g++ cmake ninja-build ccache pkg-config
   libgrpc++-dev protobuf-compiler-grpc protobuf-compiler libprotobuf-dev libprotoc-dev libabsl-dev
-  libsentencepiece-dev prometheus-cpp-dev nlohmann-json3-dev libxxhash-dev libgtest-dev libgmock-dev curl)
+  libsentencepiece-dev prometheus-cpp-dev nlohmann-json3-dev libxxhash-dev libgtest-dev libgmock-dev
+  python3 curl)
 case "${1:-}" in
   "") ;;
   --tests) packages+=(clang-14 libclang-rt-14-dev libbenchmark-dev sentencepiece
-    python3 python3-grpcio python3-protobuf python3-numpy) ;;
+    python3-grpcio python3-protobuf python3-numpy) ;;
   *) echo "usage: install-packages.sh [--tests]" >&2; exit 2 ;;
 esac
 
