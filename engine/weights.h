@@ -154,7 +154,8 @@ class WeightReader {
   Convolution convolution(const std::string& name, int32_t channels, int32_t width);  // and bias
   // A short matrix as float32.
   const float* table(const std::string& name, int32_t rows, int32_t cols);
-  // Numbers made of tensors read without a backend's copy: kept, and where the device reads them.
+  // For what is computed from tensors at load: numbers() reads one as float32 on the host, keep()
+  // stores a result for the weights' life, where the device reads it.
   const float* keep(std::vector<float> values);
   std::vector<float> numbers(const std::string& name, const std::vector<int64_t>& shape);
   bool has(const std::string& name) const;

@@ -9,7 +9,8 @@ namespace weir {
 // without copying the checkpoint. Accumulation in float32.
 //
 // A result depends on its own x and matrix row alone, and is summed in one fixed order, so that a
-// token's numbers do not depend on how many tokens share the call.
+// token's numbers do not depend on how many tokens share the call. On the CPU always; on CUDA up to
+// 16 tokens, beyond which a library chooses the order by the number of tokens.
 struct Linear {
   static constexpr int kParts = 8;
 
