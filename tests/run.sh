@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs what is missing, builds, and runs every test. Needs Debian 12 or Ubuntu 24.04. On two
-# cores the phases take about 8 minutes when the compiler cache is warm; the first time, compiling
-# comes on top. `./tests/run.sh --quick` leaves out the sanitizer builds and the fuzzers.
+# Installs what is missing, builds, and runs every test. Needs Debian 12 or Ubuntu 24.04. From a
+# clean clone on two cores 18.5 minutes, without a compiler cache and with CUDA compiled; about 8
+# with a warm cache. `./tests/run.sh --quick` leaves out the sanitizer builds and the fuzzers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
