@@ -90,6 +90,13 @@ Cost cost_of(const Attention& op) {
           .flops = 4 * tokens * size_t(op.heads) * size_t(op.head_dim)};
 }
 
+// Each source is normed, multiplied with the query, and added.
+Cost cost_of(const DepthAttention& op) {
+  const size_t channels = size_t(op.groups) * size_t(op.dim);
+  return {.bytes = channels * sizeof(float),
+          .flops = 6 * size_t(op.tokens) * size_t(op.count) * channels};
+}
+
 Cost cost_of(const Swiglu& op) {
   return {.flops = 6 * size_t(op.tokens) * size_t(op.dim)};
 }
@@ -113,6 +120,7 @@ const char* name_of(const HeadNorm&) { return "head_norm"; }
 const char* name_of(const OuterStep&) { return "outer_step"; }
 const char* name_of(const SwilaMix&) { return "swila_mix"; }
 const char* name_of(const Attention&) { return "attention"; }
+const char* name_of(const DepthAttention&) { return "depth_attention"; }
 const char* name_of(const Swiglu&) { return "swiglu"; }
 const char* name_of(const Gather&) { return "gather"; }
 const char* name_of(const Sample&) { return "sample"; }

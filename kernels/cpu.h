@@ -27,6 +27,7 @@ void run(const OuterStep& op, const Context& context);
 void run(const DeltaMix& op, const Context& context);
 void run(const SwilaMix& op, const Context& context);
 void run(const Attention& op, const Context& context);
+void run(const DepthAttention& op, const Context& context);
 void run(const Swiglu& op, const Context& context);
 void run(const Gather& op, const Context& context);
 void run(const Sample& op, const Context& context);

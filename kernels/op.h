@@ -4,6 +4,7 @@
 
 #include "kernels/attention.h"
 #include "kernels/delta_mix.h"
+#include "kernels/depth_attention.h"
 #include "kernels/elementwise.h"
 #include "kernels/embed.h"
 #include "kernels/feature_map.h"
@@ -22,7 +23,8 @@ namespace weir {
 
 // Everything a backend can be asked to do, as plain data. A step is a list of these.
 using Op = std::variant<Embed, RmsNorm, Linear, Conv1d, Rotary, Elementwise, FeatureMap,
-                        HeadNorm, DeltaMix, SwilaMix, OuterStep, Attention, Swiglu, Gather, Sample>;
+                        HeadNorm, DeltaMix, SwilaMix, OuterStep, Attention, DepthAttention, Swiglu,
+                        Gather, Sample>;
 using Program = std::vector<Op>;
 
 // The floor of an op: each input read once, each output written once; multiply and add count two.

@@ -49,6 +49,9 @@ struct AttentionBlock {
   const float* const* keys = nullptr;        // [count] pointers to [dim]
   int64_t values_after = 0;                  // floats from a position's key to its value
   float scale = 0;
+  // A score is scale * q . key [* key_scale of its position] [+ bias of its query and position].
+  const float* key_scale = nullptr;          // [count], or null
+  const float* bias = nullptr;               // [queries, kCount], or null
   const float* q = nullptr;                  // [queries, dim]
   float* most = nullptr;                     // [queries]
   float* total = nullptr;                    // [queries]
