@@ -8,6 +8,48 @@
 namespace weir {
 namespace {
 
+// What passes from one half of a layer to the next: a residual stream, or, with attention
+// residuals, the sources that the halves before have made, in turn, the last one still growing.
+class Residual {
+ public:
+  Residual(const ModelSpec& spec, int32_t tokens, Workspace& workspace, Program& program)
+      : spec_(spec), tokens_(tokens), program_(program) {
+    const int64_t halves = 2 * int64_t(spec.layers.size());
+    const int64_t block = spec.depth_residual ? spec.depth_residual->block : 1;
+    const int64_t most = spec.depth_residual ? 1 + (halves + block - 1) / block : 1;
+    sources_ = workspace.take(most * tokens, spec.dim);
+  }
+
+  // What the next half, or the head, reads: the stream, or a mix of the sources, made in `space`.
+  Acts read(const float* query, Acts space) const {
+    if (!spec_.depth_residual) return current();
+    program_.push_back(DepthAttention{.tokens = tokens_,
+                                      .dim = spec_.dim,
+                                      .eps = spec_.depth_residual->eps,
+                                      .query = query,
+                                      .count = count_,
+                                      .sources = sources_,
+                                      .source_stride = tokens_ * sources_.stride,
+                                      .out = space});
+    return space;
+  }
+  // A half is about to write: where, and whether its output begins there.
+  void write(LayerContext& layer) {
+    layer.replaces = spec_.depth_residual && half_++ % spec_.depth_residual->block == 0;
+    if (layer.replaces) ++count_;
+    layer.residual = current();
+  }
+  // The stream, or the source that grows.
+  Acts current() const { return sources_.from((count_ - 1) * tokens_ * sources_.stride); }
+
+ private:
+  const ModelSpec& spec_;
+  int32_t tokens_ = 0;
+  Program& program_;
+  Acts sources_;  // [sources * tokens, dim]
+  int32_t count_ = 1, half_ = 0;
+};
+
 // A layer's own part of the step, after the norm before it.
 void lower_mixer(const LayerSpec& spec, const LayerWeights& weights, LayerContext& layer) {
   std::visit(
@@ -37,7 +79,7 @@ void lower_mlp(const Mlp& mlp, const LayerWeights& weights, LayerContext& layer)
                                  .in = mlp.hidden,
                                  .parts = 1,
                                  .part = {weights.down},
-                                 .accumulate = true,
+                                 .accumulate = !layer.replaces,
                                  .x = hidden,
                                  .y = layer.residual});
 }
@@ -45,7 +87,6 @@ void lower_mlp(const Mlp& mlp, const LayerWeights& weights, LayerContext& layer)
 // Logits of the wanted tokens, and what is drawn from them.
 void lower_outputs(const ModelSpec& spec, const ModelWeights& weights, const StepArrays& arrays,
                    int32_t outputs, Acts residual, Workspace& workspace, Program& program) {
-  if (outputs == 0) return;
   const Acts picked = workspace.take(outputs, spec.dim);
   const Acts logits = workspace.take(outputs, spec.vocab);
   program.push_back(Gather{.count = outputs,
@@ -90,10 +131,12 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
   Program program;
   const int32_t tokens = shape.tokens;
   const Rows rows{shape.rows, tokens, arrays.slot, arrays.first, arrays.begin};
-  const Acts residual = workspace.take(tokens, spec.dim);
+  Residual residual(spec, tokens, workspace, program);
   const Acts normed = workspace.take(tokens, spec.dim);
-  program.push_back(
-      Embed{.tokens = tokens, .ids = arrays.ids, .table = weights.embedding, .out = residual});
+  program.push_back(Embed{.tokens = tokens,
+                          .ids = arrays.ids,
+                          .table = weights.embedding,
+                          .out = residual.current()});
 
   for (size_t i = 0; i < spec.layers.size(); ++i) {
     const LayerWeights& layer_weights = weights.layers[i];
@@ -103,31 +146,33 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
                        .arrays = arrays,
                        .spec = spec,
                        .in = normed,
-                       .residual = residual,
                        .page_tokens = limits.page_tokens};
     if (pool != nullptr) {
       layer.state = pool->layer_state(int32_t(i));
       layer.pages = pool->layer_pages(int32_t(i));
       layer.page_stride = pool->page_floats();
     }
-    const auto norm = [&](const float* weight) {
+    const auto begin_half = [&](const float* depth, const float* norm) {
       program.push_back(RmsNorm{.tokens = tokens,
                                 .dim = spec.dim,
                                 .eps = spec.norm_eps,
-                                .weight = weight,
-                                .in = residual,
+                                .weight = norm,
+                                .in = residual.read(depth, normed),
                                 .out = normed});
+      residual.write(layer);
     };
     const int64_t mark = workspace.mark();
-    norm(layer_weights.mixer_norm);
+    begin_half(layer_weights.mixer_depth, layer_weights.mixer_norm);
     lower_mixer(spec.layers[i], layer_weights, layer);
     workspace.release(mark);
     if (!spec.layers[i].mlp) continue;
-    norm(layer_weights.mlp_norm);
+    begin_half(layer_weights.mlp_depth, layer_weights.mlp_norm);
     lower_mlp(*spec.layers[i].mlp, layer_weights, layer);
     workspace.release(mark);
   }
-  lower_outputs(spec, weights, arrays, shape.outputs, residual, workspace, program);
+  if (shape.outputs == 0) return program;
+  const Acts last = residual.read(weights.depth, normed);
+  lower_outputs(spec, weights, arrays, shape.outputs, last, workspace, program);
   return program;
 }
 

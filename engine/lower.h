@@ -51,6 +51,7 @@ struct LayerContext {
   const ModelSpec& spec;
   Acts in;              // [tokens, dim], normalised
   Acts residual;        // [tokens, dim]: the mixer adds its output here
+  bool replaces = false;  // its output takes the place of what is there
   SlotState state;      // the layer's part of the slots
   float* pages = nullptr;
   int64_t page_stride = 0;

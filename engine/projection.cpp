@@ -48,7 +48,7 @@ void lower_residual(LayerContext& layer, const Matrix& matrix, Acts x, const flo
                                  .parts = 1,
                                  .part = {matrix},
                                  .bias = {bias},
-                                 .accumulate = true,
+                                 .accumulate = !layer.replaces,
                                  .x = x,
                                  .y = layer.residual});
 }

@@ -23,6 +23,7 @@ struct ServedType {
   double norm_eps = 1e-6;
   double hidden_ratio = 4;     // of the MLP; 0: there is none
   bool attention = true;       // takes the `attn` option
+  bool depth_residual = true;  // takes `attnres_block_size`
   TensorNames names = TensorNames::Fla;
 };
 constexpr std::array kServed = {
@@ -41,7 +42,8 @@ constexpr std::array kServed = {
     ServedType{.name = "gdn2",
                .read = [](ConfigReader& r, int32_t) -> Mixer { return read_gdn2(r); }},
     ServedType{.name = "swila",
-               .read = [](ConfigReader& r, int32_t) -> Mixer { return read_swila(r); }},
+               .read = [](ConfigReader& r, int32_t) -> Mixer { return read_swila(r); },
+               .depth_residual = false},
     ServedType{.name = "gla",
                .read = [](ConfigReader& r, int32_t dim) -> Mixer { return read_gla(r, dim); }},
     ServedType{.name = "retnet",
@@ -60,6 +62,7 @@ constexpr std::array kServed = {
                .norm_eps = 1e-5,
                .hidden_ratio = 0,
                .attention = false,
+               .depth_residual = false,
                .names = TensorNames::Mamba},
 };
 
@@ -100,9 +103,9 @@ constexpr std::array kNotServed = {"abc",
 
 // Keys that would change the mathematics whatever their value.
 constexpr std::array kMustBeNull = {
-    "attnres_block_size",      "rope_scaling",           "rope_parameters",
-    "quantization_config",     "final_logit_softcapping", "attn_logit_softcapping",
-    "sliding_window",          "partial_rotary_factor"};
+    "rope_scaling",            "rope_parameters",        "quantization_config",
+    "final_logit_softcapping", "attn_logit_softcapping", "sliding_window",
+    "partial_rotary_factor"};
 
 void refuse_unserved_keys(ConfigReader& reader) {
   for (const char* key : kMustBeNull) {
@@ -157,6 +160,20 @@ int32_t read_mlp(ConfigReader& reader, int32_t dim, double usual_ratio) {
   return int32_t(rounded);
 }
 
+// fla's attention residuals: null, 1 or an even number of halves.
+std::optional<DepthResidual> read_depth_residual(ConfigReader& reader, const ServedType& type,
+                                                 float norm_eps) {
+  constexpr const char* kKey = "attnres_block_size";
+  if (!reader.is_set(kKey)) return {};
+  if (!type.depth_residual) {
+    reader.refuse(kKey, absl::StrCat("null for a ", type.name), *reader.find(kKey));
+    return {};
+  }
+  const int32_t block = reader.integer(kKey, 1, 1, 2 * kLayersMax);
+  if (block != 1 && block % 2 != 0) reader.refuse(kKey, "1 or an even number", block);
+  return DepthResidual{.block = block, .eps = norm_eps};
+}
+
 void read_special_tokens(ConfigReader& reader, ModelSpec& spec) {
   const int32_t last = spec.vocab - 1;
   const std::string expected = absl::StrCat("a token id from 0 to ", last);
@@ -208,6 +225,7 @@ ModelSpec read_model(ConfigReader& reader) {
     auto* hgrn2 = std::get_if<Hgrn2Mixer>(&spec.layers[size_t(i)].mixer);
     if (hgrn2) hgrn2->layer = i, hgrn2->layers = layers;
   }
+  spec.depth_residual = read_depth_residual(reader, *type, spec.norm_eps);
   if (type->attention) {
     read_attention_layers(reader, spec.dim, spec.layers);
   } else if (reader.is_set("attn")) {

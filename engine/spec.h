@@ -144,6 +144,14 @@ struct LayerSpec {
   std::optional<Mlp> mlp;
 };
 
+// Attention residuals: in place of a residual stream, each half of a layer (mixer, MLP) and the
+// head read a softmax mix, over depth, of the embedding and of what the halves before added.
+// `block` halves in turn add up to one source of the mix; halves 0, block, 2 block .. begin one.
+struct DepthResidual {
+  int32_t block = 1;
+  float eps = 1e-6f;  // of the norm of a source before it meets a query
+};
+
 // How a checkpoint names its tensors.
 enum class TensorNames : uint8_t { Fla, Mamba };
 
@@ -156,6 +164,7 @@ struct ModelSpec {
   Token bos = -1;            // -1: none
   std::vector<Token> eos;    // any of these ends an answer; empty: none
   std::vector<LayerSpec> layers;
+  std::optional<DepthResidual> depth_residual;  // then every layer has an MLP
 };
 
 // Bytes that a sequence keeps between two tokens, by kind. Everything is float32.

@@ -1,5 +1,6 @@
 #include "engine/weights.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -232,6 +233,15 @@ Names names_of(TensorNames names) {
           "model.norm.weight"};
 }
 
+// The query of one mix over depth. A source is normed with a gain before it meets the query, which
+// is the same as a query multiplied with the gain.
+const float* bind_depth(const std::string& prefix, int32_t dim, WeightReader& reader) {
+  std::vector<float> query = reader.numbers(prefix + "_proj.weight", {dim});
+  const std::vector<float> gain = reader.numbers(prefix + "_norm.weight", {dim});
+  for (size_t i = 0; i < std::min(query.size(), gain.size()); ++i) query[i] *= gain[i];
+  return reader.keep(std::move(query));
+}
+
 LayerWeights bind_layer(const LayerSpec& spec, int32_t dim, const Names& names,
                         const std::string& prefix, WeightReader& reader) {
   LayerWeights layer;
@@ -274,8 +284,12 @@ ModelWeights bind_model(const ModelSpec& spec, WeightReader& reader) {
   for (size_t i = 0; i < spec.layers.size(); ++i) {
     const std::string prefix = absl::StrCat(names.layers, i, ".");
     weights.layers.push_back(bind_layer(spec.layers[i], spec.dim, names, prefix, reader));
+    if (!spec.depth_residual) continue;
+    weights.layers.back().mixer_depth = bind_depth(prefix + "attn_res", spec.dim, reader);
+    weights.layers.back().mlp_depth = bind_depth(prefix + "mlp_res", spec.dim, reader);
   }
   weights.norm = reader.vector(names.norm, spec.dim);
+  if (spec.depth_residual) weights.depth = bind_depth("model.res", spec.dim, reader);
   weights.head = spec.tied_embeddings ? weights.embedding
                                       : reader.matrix("lm_head.weight", spec.vocab, spec.dim);
   weights.bytes = reader.bytes();

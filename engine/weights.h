@@ -122,12 +122,14 @@ struct LayerWeights {
   MixerWeights mixer;
   const float* mlp_norm = nullptr;    // [dim]; this and below only with an Mlp
   Matrix gate, up, down;
+  const float *mixer_depth = nullptr, *mlp_depth = nullptr;  // [dim]: depth queries, gains included
 };
 
 struct ModelWeights {
   Matrix embedding;  // [vocab, dim]
   std::vector<LayerWeights> layers;
   const float* norm = nullptr;
+  const float* depth = nullptr;  // [dim]: the head's depth query
   Matrix head;       // [vocab, dim]; the embedding when tied
   size_t bytes = 0;  // of all tensors in use
 

@@ -169,6 +169,13 @@ CASES = {
                        num_hidden_layers=1),
     "transformer-window": transformer(num_heads=4, num_kv_heads=2, qk_norm=True, window_size=6,
                                       qkv_bias=True, rope_theta=300.0, num_hidden_layers=3),
+    "depth-gdn": gated_deltanet(num_heads=2, head_dim=8, expand_v=1.0, attnres_block_size=1,
+                                num_hidden_layers=2, tie_word_embeddings=True,
+                                attn={"layers": [1], "num_heads": 2, "window_size": 9}),
+    "depth-gla-pairs": gla(num_heads=2, attnres_block_size=2, num_hidden_layers=3,
+                           tie_word_embeddings=True),
+    "depth-transformer-blocks": transformer(num_heads=2, num_kv_heads=1, attnres_block_size=4,
+                                            num_hidden_layers=5, tie_word_embeddings=True),
     "transformer-norm": transformer(num_heads=2, num_kv_heads=1, qk_norm=True,
                                     tie_word_embeddings=True),
 }

@@ -54,6 +54,19 @@ def make_mixer(config, tensors, layer, bounds):
     return MIXERS[kind](config, tensors)
 
 
+class DepthMix:
+    """Attention residuals: a query, and the gain that sources are normed with before they meet it."""
+
+    def __init__(self, tensors, name, hidden, eps):
+        self.query = tensors(name + "_proj.weight", (1, hidden), spread=1.5)[0]
+        self.gain = tensors(name + "_norm.weight", (hidden,), center=1.0, spread=0.4)
+        self.eps = eps
+
+    def __call__(self, sources):
+        scores = np.array([self.query @ rms(source, self.gain, self.eps) for source in sources])
+        return softmax(scores) @ np.array(sources)
+
+
 class Model:
     def __init__(self, config, store):
         mamba = config["model_type"] == "mamba2"
@@ -67,7 +80,8 @@ class Model:
                          spread=0.3)
         self.head = self.embeddings if tied else store("lm_head.weight", (vocab, hidden))
         bounds = lower_bounds(config, store) if config["model_type"] == "hgrn2" else None
-        self.halves = []
+        self.halves, self.mixes = [], []
+        self.block = config.get("attnres_block_size")
         for layer in range(config["num_hidden_layers"]):
             inside = Under(body, f"layers.{layer}.")
             names = [("norm", "mixer")] if mamba else [("attn_norm", "attn"), ("mlp_norm", "mlp")]
@@ -77,8 +91,25 @@ class Model:
                 half = Mlp(config, tensors) if module == "mlp" else make_mixer(
                     config, tensors, layer, bounds)
                 self.halves.append((weight, half))
+                if self.block:
+                    self.mixes.append(DepthMix(inside, module + "_res", hidden, self.eps))
+        if self.block:
+            self.last_mix = DepthMix(body, "res", hidden, self.eps)
+
+    def depth_step(self, token):
+        """Every half reads a mix of the finished blocks of halves and of the one under way."""
+        finished, current = [], self.embeddings[token]
+        for number, ((weight, half), mix) in enumerate(zip(self.halves, self.mixes)):
+            y = half.step(rms(mix(finished + [current]), weight, self.eps))
+            if number % self.block == 0:
+                finished, current = finished + [current], y
+            else:
+                current = current + y
+        return self.head @ rms(self.last_mix(finished + [current]), self.norm, self.eps)
 
     def step(self, token):
+        if self.block:
+            return self.depth_step(token)
         h = self.embeddings[token]
         for weight, half in self.halves:
             h = h + half.step(rms(h, weight, self.eps))

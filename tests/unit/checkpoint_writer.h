@@ -241,6 +241,14 @@ inline Shapes checkpoint_shapes(const ModelSpec& spec) {
                            {at + "mlp.gate_proj.weight", {layer.mlp->hidden, D}},
                            {at + "mlp.up_proj.weight", {layer.mlp->hidden, D}},
                            {at + "mlp.down_proj.weight", {D, layer.mlp->hidden}}});
+    if (!spec.depth_residual) continue;
+    out.insert(out.end(), {{at + "attn_res_proj.weight", {1, D}},
+                           {at + "attn_res_norm.weight", {D}},
+                           {at + "mlp_res_proj.weight", {1, D}},
+                           {at + "mlp_res_norm.weight", {D}}});
+  }
+  if (spec.depth_residual) {
+    out.insert(out.end(), {{"model.res_proj.weight", {1, D}}, {"model.res_norm.weight", {D}}});
   }
   return out;
 }

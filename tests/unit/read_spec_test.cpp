@@ -255,8 +255,8 @@ void expect_refusals(std::span<const Refusal> cases) {
 
 TEST(ReadSpec, RefusesKeysThatWouldChangeTheMathematics) {
   const Refusal cases[] = {
-      {"kda", R"("attnres_block_size":2)",
-       "attnres_block_size: expected null (it is not served), found 2"},
+      {"kda", R"("attnres_block_size":3)",
+       "attnres_block_size: expected 1 or an even number, found 3"},
       {"transformer", R"("rope_scaling":{"type":"linear"})",
        "rope_scaling: expected null (it is not served), found an object"},
       {"transformer", R"("quantization_config":{})",
