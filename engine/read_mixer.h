@@ -28,6 +28,8 @@ Mamba2Mixer read_mamba2(ConfigReader& reader, int32_t dim);
 
 // model_type transformer.
 AttentionMixer read_transformer(ConfigReader& reader, int32_t dim);
+// model_type forgetting_transformer.
+AttentionMixer read_forgetting(ConfigReader& reader, int32_t dim);
 // The `attn` option of the others: overwrites the mixers of the layers that it names.
 void read_attention_layers(ConfigReader& reader, int32_t dim, std::vector<LayerSpec>& layers);
 

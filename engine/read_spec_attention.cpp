@@ -7,13 +7,14 @@ namespace {
 
 constexpr double kThetaMax = 1e12;
 
-// What both places share. `heads` is already read.
-AttentionMixer read_attention(ConfigReader& reader, int32_t dim, int32_t heads) {
+// What all places share. `heads` is already read.
+AttentionMixer read_attention(ConfigReader& reader, int32_t dim, int32_t heads,
+                              bool rotary = true) {
   AttentionMixer mixer{.heads = heads};
-  if (dim % heads != 0 || dim / heads % 2 != 0) {
+  if (dim % heads != 0 || (rotary && dim / heads % 2 != 0)) {
     reader.refuse_text("num_heads", absl::StrCat("expected hidden_size (", dim,
-                                                 ") / num_heads to be whole and even, found ",
-                                                 heads));
+                                                 ") / num_heads to be whole",
+                                                 rotary ? " and even" : "", ", found ", heads));
   }
   mixer.head_dim = dim / heads;
   mixer.kv_heads = reader.integer_or_null("num_kv_heads", heads, 1, kDimMax);
@@ -21,10 +22,13 @@ AttentionMixer read_attention(ConfigReader& reader, int32_t dim, int32_t heads) 
     reader.refuse_text("num_kv_heads", absl::StrCat("expected a divisor of num_heads (", heads,
                                                     "), found ", mixer.kv_heads));
   }
-  mixer.window = reader.integer_or_null("window_size", 0, 1, kDimMax);
-  mixer.rope_theta = float(reader.number("rope_theta", 10000, 1, kThetaMax));
   mixer.qkv_bias = reader.boolean("qkv_bias", false);
   return mixer;
+}
+
+void read_positions(ConfigReader& reader, AttentionMixer& mixer) {
+  mixer.window = reader.integer_or_null("window_size", 0, 1, kDimMax);
+  mixer.rope_theta = float(reader.number("rope_theta", 10000, 1, kThetaMax));
 }
 
 // One object of `attn`. `taken` marks the layers that have attention already.
@@ -44,7 +48,8 @@ void read_group(ConfigReader& reader, int32_t dim, std::vector<LayerSpec>& layer
     reader.refuse("rope_scaling", "null", *reader.find("rope_scaling"));
   }
   if (!reader.status().ok()) return;
-  const AttentionMixer mixer = read_attention(reader, dim, heads);
+  AttentionMixer mixer = read_attention(reader, dim, heads);
+  read_positions(reader, mixer);
   const int32_t last = int32_t(layers.size()) - 1;
   for (const nlohmann::json& index : *indices) {
     const std::optional<int32_t> layer = ConfigReader::as_integer(index, 0, last);
@@ -66,7 +71,21 @@ void read_group(ConfigReader& reader, int32_t dim, std::vector<LayerSpec>& layer
 AttentionMixer read_transformer(ConfigReader& reader, int32_t dim) {
   const int32_t heads = reader.integer("num_heads", 32, 1, kDimMax);
   AttentionMixer mixer = read_attention(reader, dim, heads);
+  read_positions(reader, mixer);
   mixer.qk_norm = reader.boolean("qk_norm", false);
+  return mixer;
+}
+
+AttentionMixer read_forgetting(ConfigReader& reader, int32_t dim) {
+  const int32_t heads = reader.integer("num_heads", 32, 1, kDimMax);
+  AttentionMixer mixer = read_attention(reader, dim, heads, /*rotary=*/false);
+  if (reader.is_set("window_size")) {
+    // fla trims its cache to the window, and nothing else: no definition to serve.
+    reader.refuse("window_size", "null for a forgetting_transformer", *reader.find("window_size"));
+  }
+  mixer.qk_norm = mixer.norm_per_head = reader.boolean("qk_norm", false);
+  mixer.forget_gate = true;
+  mixer.output_gate = reader.boolean("use_output_gate", false);
   return mixer;
 }
 

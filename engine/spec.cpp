@@ -12,7 +12,8 @@ StateSize size_of(const DeltaMixer& m) {
 }
 
 StateSize size_of(const AttentionMixer& m) {
-  const size_t per_token = 2 * size_t(m.kv_heads) * m.head_dim * kFloat;
+  const size_t gates = m.forget_gate ? 2 * size_t(m.heads) * kFloat : 0;
+  const size_t per_token = 2 * size_t(m.kv_heads) * m.head_dim * kFloat + gates;
   if (m.window > 0) return {.ring = per_token * size_t(m.window)};
   return {.kv_per_token = per_token};
 }

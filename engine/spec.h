@@ -55,6 +55,9 @@ struct AttentionMixer {
   float rope_theta = 0;    // 0: no positions
   bool qkv_bias = false;
   bool qk_norm = false;    // rms per head, eps 1e-5, before the rotation
+  bool norm_per_head = false;  // each head has its own part of the norms' weights
+  bool forget_gate = false;    // Forgetting Transformer: scores decay with what lies between
+  bool output_gate = false;  // answers times sigmoid(g_proj x)
 };
 
 // Switching Linear Attention: each head keeps `mixtures` state matrices, weighed by posteriors.

@@ -38,6 +38,9 @@ struct AttentionWeights {
   Matrix q, k, v, o;
   const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr;
   const float *q_norm = nullptr, *k_norm = nullptr;
+  Matrix forget;                  // [heads, dim]
+  const float* forget_bias = nullptr;
+  Matrix g;                       // of the output gate
 };
 
 // A short convolution; no channels: there is none.

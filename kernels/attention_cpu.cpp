@@ -10,6 +10,11 @@
 namespace weir::cpu {
 namespace {
 
+// The norm of a head: all heads share one, or there is one for each.
+const float* norm_of(const Attention& op, const float* norm, int64_t head) {
+  return norm != nullptr && op.norm_per_head ? norm + head * op.head_dim : norm;
+}
+
 // rope(norm(x)) of one head.
 std::vector<double> plain_rotate(const Attention& op, const float* x, const float* norm,
                                  int32_t position) {
@@ -36,7 +41,8 @@ void plain_append(const Attention& op, const AttentionMemory& memory, int32_t to
                   int32_t position) {
   const int64_t offset = memory.kv_head * op.head_dim;
   float* const key = memory.key(position);
-  const auto rotated = plain_rotate(op, op.k.at(token) + offset, op.k_norm, position);
+  const auto rotated = plain_rotate(op, op.k.at(token) + offset,
+                                    norm_of(op, op.k_norm, memory.kv_head), position);
   for (int32_t i = 0; i < op.head_dim; ++i) key[i] = float(rotated[size_t(i)]);
   std::copy_n(op.v.at(token) + offset, op.head_dim, key + memory.values_after());
 }
@@ -44,12 +50,19 @@ void plain_append(const Attention& op, const AttentionMemory& memory, int32_t to
 void plain_attend(const Attention& op, const AttentionMemory& memory, int64_t head, int32_t token,
                   int32_t position) {
   const int32_t begin = memory.first_seen(position), d = op.head_dim;
-  const auto q = plain_rotate(op, op.q.at(token) + head * d, op.q_norm, position);
+  const auto q = plain_rotate(op, op.q.at(token) + head * d, norm_of(op, op.q_norm, head),
+                              position);
+  const auto sum_at = [&](int32_t p) {
+    const int64_t in_group = head % (op.heads / op.kv_heads);
+    const float* const sum = memory.gate_sum(p) + in_group * memory.block_tokens();
+    return double(sum[0]) + double(sum[memory.sum_rest()]);
+  };
   std::vector<double> weights;
   for (int32_t p = begin; p <= position; ++p) {
     double dot = 0;
     for (int32_t i = 0; i < d; ++i) dot += q[size_t(i)] * double(memory.key(p)[i]);
     weights.push_back(dot / std::sqrt(double(d)));
+    if (op.forgets) weights.back() += sum_at(position) - sum_at(p);
   }
   const double most = *std::max_element(weights.begin(), weights.end());
   double sum = 0;
@@ -72,6 +85,7 @@ void run_plain(const Attention& op) {
       const AttentionMemory memory{op, r, row.slot, kv_head};
       for (int32_t t = 0; t < row.count; ++t) {
         plain_append(op, memory, row.begin + t, row.first + t);
+        if (op.forgets) add_gates(memory, row.begin + t, row.first + t);
         for (int64_t i = 0; i < group; ++i) {
           plain_attend(op, memory, kv_head * group + i, row.begin + t, row.first + t);
         }
@@ -82,9 +96,25 @@ void run_plain(const Attention& op) {
 
 }  // namespace
 
+void add_gates(const AttentionMemory& memory, int32_t token, int32_t position) {
+  const Attention& op = memory.op;
+  const int64_t group = op.heads / op.kv_heads, rest = memory.sum_rest();
+  for (int64_t i = 0; i < group; ++i) {
+    double total = log_sigmoid(double(op.forget.at(token)[memory.kv_head * group + i]));
+    if (position > 0) {
+      const float* const before = memory.gate_sum(position - 1) + i * memory.block_tokens();
+      total += double(before[0]) + double(before[rest]);
+    }
+    float* const sum = memory.gate_sum(position) + i * memory.block_tokens();
+    sum[0] = float(total);
+    sum[rest] = float(total - double(sum[0]));
+  }
+}
+
 void run(const Attention& op, const Context& context) {
   WEIR_CHECK(op.kv_heads > 0 && op.heads % op.kv_heads == 0);
   WEIR_CHECK(op.rope_theta <= 0 || op.head_dim % 2 == 0);
+  WEIR_CHECK(op.forgets == bool(op.forget));
   context.plain ? run_plain(op) : run_fast(op, context);
 }
 

@@ -88,8 +88,13 @@ struct Head {
   void append(int32_t token, int32_t position) const {
     const int64_t at = memory.kv_head * op.head_dim;
     float* const key = memory.key(position);
-    rotate(op.k.at(token) + at, op.k_norm, token, key);
+    rotate(op.k.at(token) + at, norm_of(op.k_norm, memory.kv_head), token, key);
     std::copy_n(op.v.at(token) + at, op.head_dim, key + memory.values_after());
+    if (op.forgets) add_gates(memory, token, position);
+  }
+  // The norm of a head: all heads share one, or there is one for each.
+  const float* norm_of(const float* norm, int64_t head) const {
+    return norm != nullptr && op.norm_per_head ? norm + head * op.head_dim : norm;
   }
 
   // All queries of the kv head, over the blocks of positions that the token sees. Where the blocks
@@ -97,13 +102,16 @@ struct Head {
   void attend(int32_t token, int32_t position) const {
     const int32_t count = queries();
     const int64_t d = op.head_dim, at = memory.kv_head * count * d;
-    Scratch<kScratchFloats> scratch(size_t(count) * size_t(d + 2) + 3 * kScratchAlign);
+    const size_t biases = op.forgets ? size_t(count) * AttentionBlock::kCount : 0;
+    Scratch<kScratchFloats> scratch(size_t(count) * size_t(d + 2) + biases + 4 * kScratchAlign);
     float* const q = scratch.take(size_t(count) * size_t(d));
     float* const most = scratch.take(size_t(count));
     float* const total = scratch.take(size_t(count));
+    float* const bias = op.forgets ? scratch.take(biases) : nullptr;
     float* const out = op.out.at(token) + at;
     for (int32_t i = 0; i < count; ++i) {
-      rotate(op.q.at(token) + at + i * d, op.q_norm, token, q + i * d);
+      const float* const norm = norm_of(op.q_norm, memory.kv_head * count + i);
+      rotate(op.q.at(token) + at + i * d, norm, token, q + i * d);
     }
     std::fill_n(most, count, -std::numeric_limits<float>::infinity());
     std::fill_n(total, count, 0.0f);
@@ -111,20 +119,36 @@ struct Head {
     std::array<const float*, AttentionBlock::kCount> keys;
     int32_t p = memory.first_seen(position);
     while (p <= position) {
+      const int32_t from = p;
       int32_t n = 0;
       for (; n < AttentionBlock::kCount && p <= position; ++n, ++p) keys[size_t(n)] = memory.key(p);
+      if (op.forgets) forget(position, from, n, bias);
       simd.attention({.dim = op.head_dim,
                       .queries = count,
                       .count = n,
                       .keys = keys.data(),
                       .values_after = memory.values_after(),
                       .scale = 1.0f / std::sqrt(float(d)),
+                      .bias = bias,
                       .q = q,
                       .most = most,
                       .total = total,
                       .out = out});
     }
     for (int32_t i = 0; i < count; ++i) simd.scale(out + i * d, 1.0f / total[i], d);
+  }
+
+  // F_t - F_s of all queries, for positions s = first .. first + count - 1.
+  void forget(int32_t t, int32_t first, int32_t count, float* bias) const {
+    const float* const now = memory.gate_sum(t);
+    const int64_t next = memory.block_tokens(), rest = memory.sum_rest();
+    for (int32_t p = 0; p < count; ++p) {
+      const float* const then = memory.gate_sum(first + p);
+      for (int32_t i = 0; i < queries(); ++i) {
+        bias[i * AttentionBlock::kCount + p] =
+            (now[i * next] - then[i * next]) + (now[i * next + rest] - then[i * next + rest]);
+      }
+    }
   }
 };
 

@@ -191,6 +191,9 @@ void CudaBackend::copy(void* target, const void* source, size_t bytes) {
 
 const char* CudaBackend::unserved(const Program& program) const {
   for (const Op& op : program) {
+    const auto* const attention = std::get_if<Attention>(&op);
+    if (attention && attention->forgets) return "attention with a forget gate";
+    if (attention && attention->norm_per_head) return "attention with a norm for each head";
     const bool served = std::visit(
         [](const auto& o) {
           return requires(cuda::Context & context) { cuda::run(o, context); };

@@ -71,6 +71,10 @@ def transformer(**keys):
     return Case("transformer", "TransformerForCausalLM", keys)
 
 
+def fox(**keys):
+    return Case("forgetting_transformer", "ForgettingTransformerForCausalLM", keys)
+
+
 def stored_as(case, usual, found):
     """Of two names for one tensor, a file may keep either."""
     case.renamed[usual] = found
@@ -169,6 +173,11 @@ CASES = {
                        num_hidden_layers=1),
     "transformer-window": transformer(num_heads=4, num_kv_heads=2, qk_norm=True, window_size=6,
                                       qkv_bias=True, rope_theta=300.0, num_hidden_layers=3),
+    "fox-groups": fox(num_heads=4, num_kv_heads=2, qk_norm=True, use_output_gate=True,
+                      qkv_bias=True, num_hidden_layers=3, tie_word_embeddings=True),
+    "fox-plain": fox(num_heads=2),
+    "fox-one-kv-head": fox(num_heads=32, num_kv_heads=1, qk_norm=True, attnres_block_size=1,
+                           tie_word_embeddings=True),
     "depth-gdn": gated_deltanet(num_heads=2, head_dim=8, expand_v=1.0, attnres_block_size=1,
                                 num_hidden_layers=2, tie_word_embeddings=True,
                                 attn={"layers": [1], "num_heads": 2, "window_size": 9}),

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from golden_gated_mixers import Forgetting
 from golden_mixers import (Attention, DeltaNet, GatedDeltaNet, GatedDeltaNet2, KimiDelta, rms,
                            silu, softmax)
 from golden_outer_mixers import GatedLinear, GatedSlots, Hgrn2, LinearAttention, Mamba2, RetNet
@@ -10,7 +11,8 @@ from golden_swila import SwitchingLinear
 
 MIXERS = {"delta_net": DeltaNet, "gated_deltanet": GatedDeltaNet, "kda": KimiDelta,
           "gdn2": GatedDeltaNet2, "gla": GatedLinear, "retnet": RetNet, "gsa": GatedSlots,
-          "linear_attn": LinearAttention, "mamba2": Mamba2, "swila": SwitchingLinear}
+          "linear_attn": LinearAttention, "mamba2": Mamba2, "swila": SwitchingLinear,
+          "forgetting_transformer": Forgetting}
 
 
 class Mlp:
