@@ -82,6 +82,10 @@ GsaWeights bind_weights(const GsaMixer& mixer, int32_t dim, const std::string& p
                         WeightReader& reader);
 Mamba2Weights bind_weights(const Mamba2Mixer& mixer, int32_t dim, const std::string& prefix,
                            WeightReader& reader);
+EraseWeights bind_weights(const CombaMixer& mixer, int32_t dim, const std::string& prefix,
+                          WeightReader& reader);
+EraseWeights bind_weights(const DeltaProductMixer& mixer, int32_t dim, const std::string& prefix,
+                          WeightReader& reader);
 void lower(const DeltaMixer& mixer, const DeltaWeights& weights, LayerContext& layer);
 void lower(const AttentionMixer& mixer, const AttentionWeights& weights, LayerContext& layer);
 void lower(const SwilaMixer& mixer, const SwilaWeights& weights, LayerContext& layer);
@@ -91,5 +95,7 @@ void lower(const Hgrn2Mixer& mixer, const Hgrn2Weights& weights, LayerContext& l
 void lower(const LinearMixer& mixer, const LinearMixerWeights& weights, LayerContext& layer);
 void lower(const GsaMixer& mixer, const GsaWeights& weights, LayerContext& layer);
 void lower(const Mamba2Mixer& mixer, const Mamba2Weights& weights, LayerContext& layer);
+void lower(const CombaMixer& mixer, const EraseWeights& weights, LayerContext& layer);
+void lower(const DeltaProductMixer& mixer, const EraseWeights& weights, LayerContext& layer);
 
 }  // namespace weir

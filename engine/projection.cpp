@@ -69,6 +69,13 @@ Acts lower_conv(LayerContext& layer, const Convolution& conv, Activation activat
   return out;
 }
 
+Acts lower_conv_or_activation(LayerContext& layer, const Convolution& conv, int32_t channels,
+                              Acts x, SlotState& history) {
+  if (conv.channels > 0) return lower_conv(layer, conv, Activation::Silu, x, history);
+  lower_activation(layer, Activation::Silu, channels, x);
+  return x;
+}
+
 void lower_activation(LayerContext& layer, Activation activation, int32_t dim, Acts x) {
   if (activation == Activation::None) return;
   lower_elementwise(layer, {.activation = activation}, dim, x);

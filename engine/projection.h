@@ -35,6 +35,9 @@ void lower_residual(LayerContext& layer, const Matrix& matrix, Acts x, const flo
 // on.
 Acts lower_conv(LayerContext& layer, const Convolution& conv, Activation activation, Acts x,
                 SlotState& history);
+// silu of a short convolution in new workspace, or in place where there is none.
+Acts lower_conv_or_activation(LayerContext& layer, const Convolution& conv, int32_t channels,
+                              Acts x, SlotState& history);
 // An activation in place; None adds no op.
 void lower_activation(LayerContext& layer, Activation activation, int32_t dim, Acts x);
 // The weight of a gated per-head norm: fla names it after whether the norm and gate were fused.

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 
 #include "engine/read_mixer.h"
@@ -6,6 +7,7 @@ namespace weir {
 namespace {
 
 constexpr int32_t kConvWidthMax = 64;
+constexpr int32_t kUpdatesMax = 1024;
 constexpr double kExpandMax = 64;
 
 std::optional<ShortConv> read_conv(ConfigReader& reader) {
@@ -35,11 +37,14 @@ void check_sizes(ConfigReader& reader, const DeltaMixer& mixer) {
         kDimMax);
 }
 
-// What gated_deltanet, kda and gdn2 share: head_dim is explicit, and there may be more value heads.
-DeltaMixer read_heads(ConfigReader& reader, int32_t heads, int32_t head_dim, double expand_v) {
+// What gated_deltanet and later ones share: head_dim is explicit; most may have more value heads.
+DeltaMixer read_heads(ConfigReader& reader, int32_t heads, int32_t head_dim, double expand_v,
+                      bool groups = true) {
   DeltaMixer mixer;
-  mixer.key_heads = reader.integer("num_heads", heads, 1, kDimMax);
-  mixer.value_heads = reader.integer_or_null("num_v_heads", mixer.key_heads, 1, kDimMax);
+  mixer.key_heads = mixer.value_heads = reader.integer("num_heads", heads, 1, kDimMax);
+  if (groups) {
+    mixer.value_heads = reader.integer_or_null("num_v_heads", mixer.key_heads, 1, kDimMax);
+  }
   if (mixer.value_heads % mixer.key_heads != 0) {
     reader.refuse_text("num_v_heads", absl::StrCat("expected a multiple of num_heads (",
                                                    mixer.key_heads, "), found ",
@@ -94,6 +99,51 @@ DeltaMixer read_gated_deltanet(ConfigReader& reader) {
   DeltaMixer mixer = read_heads(reader, 6, 256, 2.0);
   mixer.output_gate = reader.boolean("use_gate", true) ? OutputGate::Silu : OutputGate::None;
   return mixer;
+}
+
+Mixer read_gated_deltaproduct(ConfigReader& reader) {
+  DeltaMixer one = read_heads(reader, 6, 256, 2.0, false);
+  const int32_t updates = reader.integer("num_householder", 1, 1, kUpdatesMax);
+  const bool decay = reader.boolean("use_forget_gate", false);
+  const bool gate = reader.boolean("use_output_gate", true);
+  if (updates == 1) {
+    one.decay = decay ? DecayGate::PerHead : DecayGate::None;
+    one.output_gate = gate ? OutputGate::Silu : OutputGate::None;
+    return one;
+  }
+  const int64_t widest = int64_t(one.key_heads) * std::max(one.key_dim, one.value_dim);
+  if (updates * widest > kDimMax) {
+    reader.refuse_text("num_householder", absl::StrCat("expected all its keys, and values, to be "
+                                                       "at most ", kDimMax, " numbers, found ",
+                                                       updates * widest));
+  }
+  return DeltaProductMixer{.heads = one.key_heads,
+                           .key_dim = one.key_dim,
+                           .value_dim = one.value_dim,
+                           .updates = updates,
+                           .decay = decay,
+                           .negative_eigenvalues = one.negative_eigenvalues,
+                           .output_gate = gate,
+                           .conv = one.conv};
+}
+
+CombaMixer read_comba(ConfigReader& reader) {
+  const DeltaMixer sizes = read_heads(reader, 6, 256, 2.0);
+  if (sizes.value_heads != sizes.key_heads) {
+    reader.refuse_text("num_v_heads", absl::StrCat("expected num_heads (", sizes.key_heads,
+                                                   ") for comba, found ", sizes.value_heads));
+  }
+  if (sizes.negative_eigenvalues) {
+    reader.refuse("allow_neg_eigval", "false for comba", *reader.find("allow_neg_eigval"));
+  }
+  // Files of mid-2025 call the gate's key as gated_deltanet does. use_output_correction,
+  // use_inner_decay and correction_factor exist, and the layer is never told of them.
+  const char* gate = reader.find("use_output_gate") ? "use_output_gate" : "use_gate";
+  return {.heads = sizes.key_heads,
+          .key_dim = sizes.key_dim,
+          .value_dim = sizes.value_dim,
+          .output_gate = reader.boolean(gate, true),
+          .conv = sizes.conv};
 }
 
 DeltaMixer read_kda(ConfigReader& reader) {

@@ -62,6 +62,18 @@ StateSize size_of(const Mamba2Mixer& m) {
           .conv = history_bytes(m.conv, size_t(m.conv_channels()))};
 }
 
+StateSize size_of(const DeltaProductMixer& m) {
+  const size_t keys = size_t(m.heads) * m.key_dim, values = size_t(m.heads) * m.value_dim;
+  return {.recurrent = keys * m.value_dim * kFloat,
+          .conv = history_bytes(m.conv, keys + m.updates * (keys + values))};
+}
+
+StateSize size_of(const CombaMixer& m) {
+  const size_t keys = size_t(m.heads) * m.key_dim, values = size_t(m.heads) * m.value_dim;
+  return {.recurrent = keys * m.value_dim * kFloat,
+          .conv = history_bytes(m.conv, 2 * keys + values)};
+}
+
 }  // namespace
 
 int32_t LinearMixer::feature_dim() const {

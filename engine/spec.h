@@ -135,8 +135,28 @@ struct Mamba2Mixer {
   int32_t conv_channels() const { return inner() + 2 * groups * state_dim; }
 };
 
+// Gated DeltaProduct (arXiv 2502.10297): several updates by the delta rule for each token. Read for
+// more than one; with one it is a DeltaMixer.
+struct DeltaProductMixer {
+  int32_t heads = 0, key_dim = 0, value_dim = 0;
+  int32_t updates = 1;                // a token
+  bool decay = false;                 // as Gated DeltaNet's, once a token
+  bool negative_eigenvalues = false;  // beta in (0, 2)
+  bool output_gate = true;
+  std::optional<ShortConv> conv = ShortConv{};
+};
+
+// Comba (arXiv 2506.02475): a delta rule that reads its state before decaying it, along a key that
+// is scaled down per head; so much of it is taken out of the query too.
+struct CombaMixer {
+  int32_t heads = 0, key_dim = 0, value_dim = 0;
+  bool output_gate = true;
+  std::optional<ShortConv> conv = ShortConv{};
+};
+
 using Mixer = std::variant<DeltaMixer, AttentionMixer, SwilaMixer, GlaMixer, RetNetMixer,
-                           Hgrn2Mixer, LinearMixer, GsaMixer, Mamba2Mixer>;
+                           Hgrn2Mixer, LinearMixer, GsaMixer, Mamba2Mixer, DeltaProductMixer,
+                           CombaMixer>;
 
 struct Mlp {
   int32_t hidden = 0;  // down(silu(gate x) * up x)

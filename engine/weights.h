@@ -116,9 +116,20 @@ struct Mamba2Weights {
   const float* norm = nullptr;     // [inner], or null
 };
 
+// Gated DeltaProduct and Comba.
+struct EraseWeights {
+  Matrix q, k, v, a, b, g, o;
+  Convolution conv_q, conv_k, conv_v;
+  const float* decay_a = nullptr;  // [heads], exp(A_log)
+  const float* dt_bias = nullptr;  // [heads]
+  const float* inner_decay = nullptr;  // Comba: [heads * key_dim], sigmoid(decay) of each head
+  const float* correction = nullptr;   // Comba: [heads * key_dim], -D of each head
+  const float* norm = nullptr;     // [value_dim]
+};
+
 using MixerWeights = std::variant<DeltaWeights, AttentionWeights, SwilaWeights, GlaWeights,
                                   RetNetWeights, Hgrn2Weights, LinearMixerWeights, GsaWeights,
-                                  Mamba2Weights>;
+                                  Mamba2Weights, EraseWeights>;
 
 struct LayerWeights {
   const float* mixer_norm = nullptr;  // [dim]

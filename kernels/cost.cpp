@@ -72,6 +72,14 @@ Cost cost_of(const DeltaMix& op) {
   return cost;
 }
 
+// As DeltaMix, once for each update; what is read along p is taken out along e.
+Cost cost_of(const EraseStep& op) {
+  const size_t state = size_t(op.heads) * size_t(op.value_dim) * size_t(op.key_dim);
+  const size_t passes = size_t(op.updates) * (op.e ? 7 : 5) + 2;
+  return {.bytes = 2 * size_t(op.rows.count) * state * sizeof(float),
+          .flops = size_t(op.rows.tokens) * passes * state};
+}
+
 // As DeltaMix, for every mixture, and the temporal layers' two distributions.
 Cost cost_of(const SwilaMix& op) {
   const size_t channels = size_t(op.heads) * size_t(op.dim);
@@ -115,6 +123,7 @@ const char* name_of(const DeltaMix&) { return "delta_mix"; }
 const char* name_of(const Conv1d&) { return "conv1d"; }
 const char* name_of(const Rotary&) { return "rotary"; }
 const char* name_of(const Elementwise&) { return "elementwise"; }
+const char* name_of(const EraseStep&) { return "erase_step"; }
 const char* name_of(const FeatureMap&) { return "feature_map"; }
 const char* name_of(const HeadNorm&) { return "head_norm"; }
 const char* name_of(const OuterStep&) { return "outer_step"; }

@@ -25,6 +25,7 @@ void run(const FeatureMap& op, const Context& context);
 void run(const HeadNorm& op, const Context& context);
 void run(const OuterStep& op, const Context& context);
 void run(const DeltaMix& op, const Context& context);
+void run(const EraseStep& op, const Context& context);
 void run(const SwilaMix& op, const Context& context);
 void run(const Attention& op, const Context& context);
 void run(const DepthAttention& op, const Context& context);

@@ -5,7 +5,7 @@
 
 namespace weir {
 
-// out[t][i] = function of x[t][i], and for some of a table over channels.
+// out[t][i] = function of x[t][i], and for some of a table over channels or of other activations.
 struct Elementwise {
   enum class Function : uint8_t {
     Activate,        // activation(x)
@@ -13,7 +13,9 @@ struct Elementwise {
     BoundedLogDecay, // log(a + (1 - a) sigmoid(x)): HGRN2's gate above a lower bound a
     OneMinusExp,     // 1 - exp(x): the key, or write strength, that belongs to a log decay
     SoftplusStep,    // softplus(x + a) clamped to [floor, ceiling]: Mamba-2's dt
+    SoftplusDecay,   // -a softplus(x + b): Gated DeltaNet's log decay
     Scale,           // x * a
+    AddScaled,       // x + a * y
   };
 
   int32_t tokens = 0, dim = 0;
@@ -23,7 +25,9 @@ struct Elementwise {
   float floor = -std::numeric_limits<float>::infinity();
   float ceiling = std::numeric_limits<float>::infinity();
   const float* a = nullptr;   // [dim]
+  const float* b = nullptr;   // [dim]
   Acts x, out;                // [tokens, dim]; may be the same
+  Acts y;                     // [tokens, dim]
 };
 
 }  // namespace weir

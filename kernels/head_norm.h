@@ -7,15 +7,16 @@ namespace weir {
 //   y = activation(x) [* gate_activation(gate)]                            when gate_first
 //   y = y / sqrt(mean(y^2) + eps) * weight                                 Rms
 //       (y - mean) / sqrt(variance + eps) * weight + bias                  Centred
+//       y / sqrt(sum(y^2) + eps)                                           L2
 //   out = y [* gate_activation(gate)]                                      otherwise
 struct HeadNorm {
-  enum class Kind : uint8_t { None, Rms, Centred };  // None: only activation and gate
+  enum class Kind : uint8_t { None, Rms, Centred, L2 };  // None: only activation and gate
 
   int32_t tokens = 0, groups = 0, dim = 0;
   float eps = 0;
   Kind kind = Kind::Rms;
   Activation activation = Activation::None;
-  const float* weight = nullptr;       // [dim], the same for each group, or
+  const float* weight = nullptr;       // Rms, Centred: [dim], the same for each group, or
   bool weight_per_group = false;       // [groups * dim]
   const float* bias = nullptr;         // as weight; Centred only, may be null
   Acts gate;                           // [tokens, groups * dim], or null

@@ -14,6 +14,11 @@ void normalise(const HeadNorm& op, const float* weight, const float* bias, float
   }
   float squares = 0;
   for (int32_t i = 0; i < op.dim; ++i) squares += (y[i] - mean) * (y[i] - mean);
+  if (op.kind == HeadNorm::Kind::L2) {
+    const float scale = 1 / std::sqrt(squares + op.eps);
+    for (int32_t i = 0; i < op.dim; ++i) y[i] *= scale;
+    return;
+  }
   const float scale = 1 / std::sqrt(squares / float(op.dim) + op.eps);
   for (int32_t i = 0; i < op.dim; ++i) {
     y[i] = (y[i] - mean) * scale * weight[i] + (bias ? bias[i] : 0);

@@ -7,6 +7,7 @@
 #include "kernels/depth_attention.h"
 #include "kernels/elementwise.h"
 #include "kernels/embed.h"
+#include "kernels/erase_step.h"
 #include "kernels/feature_map.h"
 #include "kernels/gather.h"
 #include "kernels/head_norm.h"
@@ -23,8 +24,8 @@ namespace weir {
 
 // Everything a backend can be asked to do, as plain data. A step is a list of these.
 using Op = std::variant<Embed, RmsNorm, Linear, Conv1d, Rotary, Elementwise, FeatureMap,
-                        HeadNorm, DeltaMix, SwilaMix, OuterStep, Attention, DepthAttention, Swiglu,
-                        Gather, Sample>;
+                        HeadNorm, DeltaMix, EraseStep, SwilaMix, OuterStep, Attention,
+                        DepthAttention, Swiglu, Gather, Sample>;
 using Program = std::vector<Op>;
 
 // The floor of an op: each input read once, each output written once; multiply and add count two.

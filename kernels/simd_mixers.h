@@ -7,6 +7,8 @@ namespace weir {
 
 // The delta rule of one value head over some tokens, S of [value_dim, key_dim]:
 //   u = v - S erase;  S = S diag(decay) + u k';  out = S q
+// or, when what is taken out has a direction of its own,
+//   r = S erase;  S = S diag(decay) + v k' - r remove';  out = S q
 // where the caller has multiplied the decay and the erase gate into `erase`, the write gate into v,
 // and every scale into q and k.
 struct DeltaBlock {
@@ -14,10 +16,11 @@ struct DeltaBlock {
   int64_t key_stride = 0, value_stride = 0;  // from one token's vectors to the next one's
   float* state = nullptr;                    // [value_dim, key_dim]
   bool fresh = false;                        // reads as zeros, whatever it holds
-  const float* q = nullptr;                  // [tokens, key_stride]; likewise the next three
+  const float* q = nullptr;                  // [tokens, key_stride]; likewise the next four
   const float* k = nullptr;
   const float* decay = nullptr;              // exp g
   const float* erase = nullptr;
+  const float* remove = nullptr;             // or null
   const float* v = nullptr;                  // [tokens, value_stride]
   float* out = nullptr;                      // [tokens, value_stride]
 };
@@ -75,6 +78,7 @@ struct MixerSimd {
   float (*sum)(const float* x, int64_t count);
   void (*scale)(float* x, float by, int64_t count);
   void (*decay)(const DecayBlock& block, float* out, int64_t count);
+  void (*exp)(const float* x, float* out, int64_t count);                        // of x <= 0
   void (*delta)(const DeltaBlock& block);
   void (*gated_norm)(const GatedNorm& norm, int64_t count);
   void (*attention)(const AttentionBlock& block);

@@ -53,6 +53,14 @@ def delta_net(**keys):
     return Case("delta_net", "DeltaNetForCausalLM", keys)
 
 
+def comba(**keys):
+    return Case("comba", "CombaForCausalLM", keys)
+
+
+def delta_product(**keys):
+    return Case("gated_deltaproduct", "GatedDeltaProductForCausalLM", keys)
+
+
 def kda(**keys):
     return Case("kda", "KDAForCausalLM", keys)
 
@@ -158,6 +166,29 @@ CASES = {
                              qk_activation="identity", num_hidden_layers=1),
     "delta-silu": delta_net(num_heads=2, expand_k=0.75, use_beta=False, allow_neg_eigval=True,
                             use_short_conv=False, num_hidden_layers=1),
+    "comba": comba(num_heads=2, head_dim=12, expand_v=1.5, tie_word_embeddings=True),
+    "comba-plain": comba(num_heads=3, head_dim=9, expand_v=1.0, use_output_gate=False,
+                         use_short_conv=False, num_hidden_layers=1),
+    "comba-hybrid": with_conv_bias(
+        comba(num_heads=2, head_dim=8, expand_v=2.0, conv_size=3, use_gate=False,
+              num_hidden_layers=3, tie_word_embeddings=True,
+              attn={"layers": [2], "num_heads": 4, "window_size": 9}), 2,
+        {"q": 16, "k": 16, "v": 32}),
+    "product": delta_product(num_heads=2, head_dim=12, expand_v=1.5, num_householder=2,
+                             use_forget_gate=True, allow_neg_eigval=True,
+                             tie_word_embeddings=True),
+    "product-plain": delta_product(num_heads=3, head_dim=10, expand_v=1.0, num_householder=3,
+                                   use_output_gate=False, use_short_conv=False,
+                                   num_hidden_layers=1),
+    "product-hybrid": with_conv_bias(
+        delta_product(num_heads=2, head_dim=7, expand_v=2.0, num_householder=2, conv_size=3,
+                      num_hidden_layers=3, tie_word_embeddings=True,
+                      attn={"layers": [1], "num_heads": 4, "num_kv_heads": 2}), 1,
+        {"q": 14, "k": 28, "v": 56}),
+    "product-one": delta_product(num_heads=2, head_dim=9, expand_v=1.0, use_output_gate=False,
+                                 allow_neg_eigval=True, num_hidden_layers=1),
+    "product-one-decay": delta_product(num_heads=2, head_dim=10, expand_v=2.0, num_householder=1,
+                                       use_forget_gate=True, tie_word_embeddings=True),
     "kda-groups": kda(num_heads=2, num_v_heads=4, head_dim=8, expand_v=1.5, allow_neg_eigval=True,
                       tie_word_embeddings=True),
     "kda-bounded": kda(num_heads=2, head_dim=20, expand_v=0.5, safe_gate=True, lower_bound=-3.0,

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from golden_erase_mixers import Comba, DeltaProduct
 from golden_gated_mixers import Forgetting
 from golden_mixers import (Attention, DeltaNet, GatedDeltaNet, GatedDeltaNet2, KimiDelta, rms,
                            silu, softmax)
@@ -11,6 +12,7 @@ from golden_swila import SwitchingLinear
 
 MIXERS = {"delta_net": DeltaNet, "gated_deltanet": GatedDeltaNet, "kda": KimiDelta,
           "gdn2": GatedDeltaNet2, "gla": GatedLinear, "retnet": RetNet, "gsa": GatedSlots,
+          "comba": Comba, "gated_deltaproduct": DeltaProduct,
           "linear_attn": LinearAttention, "mamba2": Mamba2, "swila": SwitchingLinear,
           "forgetting_transformer": Forgetting}
 

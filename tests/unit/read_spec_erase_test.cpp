@@ -1,0 +1,87 @@
+// What config.json says of the mixers that run as EraseStep.
+#include <gtest/gtest.h>
+
+#include "engine/read_spec.h"
+#include "tests/unit/checkpoint_writer.h"
+
+namespace weir {
+namespace {
+
+using nlohmann::json;
+
+ModelSpec spec_of(const std::string& text) {
+  const auto spec = read_spec(text, "C");
+  if (spec.ok()) return *spec;
+  ADD_FAILURE() << text << "\n  " << spec.status();
+  std::abort();
+}
+
+void expect_refusal(const char* type, const std::string& keys, const std::string& message) {
+  const std::string text = std::string(R"({"model_type":")") + type + "\"," + keys + "}";
+  const auto spec = read_spec(text, "C");
+  EXPECT_EQ(spec.ok() ? "accepted" : std::string(spec.status().message()), "C: " + message)
+      << text;
+}
+
+TEST(ReadSpec, GatedDeltaProductDefaultsAndOptions) {
+  const ModelSpec spec = spec_of(R"({"model_type":"gated_deltaproduct","num_v_heads":12})");
+  EXPECT_EQ(spec.layers.size(), 21u);
+  // One update a token: a delta rule like any other.
+  const auto& one = std::get<DeltaMixer>(spec.layers[0].mixer);
+  EXPECT_EQ(one.key_heads, 6);
+  EXPECT_EQ(one.value_heads, 6);  // the key exists, but not for this type
+  EXPECT_EQ(one.key_dim, 256);
+  EXPECT_EQ(one.value_dim, 512);
+  EXPECT_EQ(one.decay, DecayGate::None);
+  EXPECT_EQ(one.output_gate, OutputGate::Silu);
+  EXPECT_FALSE(one.negative_eigenvalues);
+
+  const ModelSpec other = spec_of(
+      R"({"model_type":"gated_deltaproduct","num_householder":3,"use_forget_gate":true,)"
+      R"("use_output_gate":false,"num_heads":4,"head_dim":64,"expand_v":1.5,"conv_size":3,)"
+      R"("allow_neg_eigval":true})");
+  const auto& m = std::get<DeltaProductMixer>(other.layers[0].mixer);
+  EXPECT_EQ(m.updates, 3);
+  EXPECT_EQ(m.heads, 4);
+  EXPECT_EQ(m.key_dim, 64);
+  EXPECT_EQ(m.value_dim, 96);
+  EXPECT_TRUE(m.decay);
+  EXPECT_TRUE(m.negative_eigenvalues);
+  EXPECT_FALSE(m.output_gate);
+  ASSERT_TRUE(m.conv);
+  const StateSize size = state_size(m);
+  EXPECT_EQ(size.recurrent, 4u * 4 * 64 * 96);
+  EXPECT_EQ(size.conv, 4u * 2 * (4 * 64 + 3 * 4 * (64 + 96)));
+}
+
+TEST(ReadSpec, CombaDefaultsAndOptions) {
+  const ModelSpec spec = spec_of(R"({"model_type":"comba","use_output_correction":false})");
+  EXPECT_EQ(spec.layers.size(), 21u);
+  const auto& m = std::get<CombaMixer>(spec.layers[0].mixer);
+  EXPECT_EQ(m.heads, 6);
+  EXPECT_EQ(m.key_dim, 256);
+  EXPECT_EQ(m.value_dim, 512);
+  EXPECT_TRUE(m.output_gate);
+  ASSERT_TRUE(m.conv);
+  EXPECT_EQ(state_size(m).recurrent, 4u * 6 * 256 * 512);
+  EXPECT_EQ(state_size(m).conv, 4u * 3 * 6 * (2 * 256 + 512));
+  for (const char* key : {"use_gate", "use_output_gate"}) {
+    const ModelSpec bare = spec_of(json{{"model_type", "comba"}, {key, false}}.dump());
+    EXPECT_FALSE(std::get<CombaMixer>(bare.layers[0].mixer).output_gate) << key;
+  }
+}
+
+TEST(ReadSpec, RefusesWhatTheseMixersCannotBe) {
+  expect_refusal("comba", R"("num_v_heads":12)",
+                 "num_v_heads: expected num_heads (6) for comba, found 12");
+  expect_refusal("comba", R"("allow_neg_eigval":true)",
+                 "allow_neg_eigval: expected false for comba, found true");
+  expect_refusal("gated_deltaproduct", R"("num_householder":0)",
+                 "num_householder: expected a whole number from 1 to 1024, found 0");
+  expect_refusal("gated_deltaproduct", R"("num_householder":400)",
+                 "num_householder: expected all its keys, and values, to be at most 1048576 "
+                 "numbers, found 1228800");
+}
+
+}  // namespace
+}  // namespace weir
