@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "engine/projection.h"
 #include "kernels/check.h"
 
 namespace weir {
@@ -61,6 +62,45 @@ void lower_mixer(const LayerSpec& spec, const LayerWeights& weights, LayerContex
       spec.mixer);
 }
 
+// A norm of dim numbers, as the model has them around its halves.
+void lower_norm(const ModelSpec& spec, int32_t tokens, const float* weight, const float* bias,
+                Acts in, Acts out, Program& program) {
+  if (spec.norm == BlockNorm::Rms) {
+    program.push_back(RmsNorm{.tokens = tokens,
+                              .dim = spec.dim,
+                              .eps = spec.norm_eps,
+                              .weight = weight,
+                              .in = in,
+                              .out = out});
+    return;
+  }
+  program.push_back(HeadNorm{.tokens = tokens,
+                             .groups = 1,
+                             .dim = spec.dim,
+                             .eps = spec.norm_eps,
+                             .kind = HeadNorm::Kind::Centred,
+                             .weight = weight,
+                             .bias = bias,
+                             .in = in,
+                             .out = out});
+}
+
+// RWKV's channel mixing. The last token's input lies behind the mixer's part of the state.
+void lower_shifted_mlp(const LayerSpec& spec, const LayerWeights& weights, LayerContext& layer) {
+  const int32_t dim = layer.spec.dim;
+  const Acts shifted = layer.workspace.take(layer.rows.tokens, dim);
+  const auto mixer_floats = int64_t(state_size(spec.mixer).slot() / sizeof(float));
+  layer.program.push_back(TokenShift{.rows = layer.rows,
+                                     .dim = dim,
+                                     .mix = weights.mlp_mix,
+                                     .in = layer.in,
+                                     .out = shifted,
+                                     .history = layer.state.from(mixer_floats)});
+  const Acts hidden = lower_linear(layer, weights.up, nullptr, shifted);
+  lower_activation(layer, Activation::ReluSquared, spec.mlp->hidden, hidden);
+  lower_residual(layer, weights.down, hidden);
+}
+
 void lower_mlp(const Mlp& mlp, const LayerWeights& weights, LayerContext& layer) {
   const int32_t tokens = layer.rows.tokens;
   const Acts hidden = layer.workspace.take(tokens, 2 * int64_t(mlp.hidden));
@@ -94,12 +134,7 @@ void lower_outputs(const ModelSpec& spec, const ModelWeights& weights, const Ste
                            .index = arrays.output_token,
                            .in = residual,
                            .out = picked});
-  program.push_back(RmsNorm{.tokens = outputs,
-                            .dim = spec.dim,
-                            .eps = spec.norm_eps,
-                            .weight = weights.norm,
-                            .in = picked,
-                            .out = picked});
+  lower_norm(spec, outputs, weights.norm, weights.norm_bias, picked, picked, program);
   program.push_back(Linear{.tokens = outputs,
                            .in = spec.dim,
                            .parts = 1,
@@ -137,6 +172,13 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
                           .ids = arrays.ids,
                           .table = weights.embedding,
                           .out = residual.current()});
+  if (spec.embedding_norm) {
+    lower_norm(spec, tokens, weights.embedding_norm, weights.embedding_norm_bias,
+               residual.current(), residual.current(), program);
+  }
+  const auto* rwkv7 = std::get_if<Rwkv7Mixer>(&spec.layers.front().mixer);
+  Acts first_values;
+  if (rwkv7) first_values = workspace.take(tokens, int64_t(rwkv7->heads) * rwkv7->value_dim);
 
   for (size_t i = 0; i < spec.layers.size(); ++i) {
     const LayerWeights& layer_weights = weights.layers[i];
@@ -146,28 +188,29 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
                        .arrays = arrays,
                        .spec = spec,
                        .in = normed,
+                       .first_values = first_values,
                        .page_tokens = limits.page_tokens};
     if (pool != nullptr) {
       layer.state = pool->layer_state(int32_t(i));
       layer.pages = pool->layer_pages(int32_t(i));
       layer.page_stride = pool->page_floats();
     }
-    const auto begin_half = [&](const float* depth, const float* norm) {
-      program.push_back(RmsNorm{.tokens = tokens,
-                                .dim = spec.dim,
-                                .eps = spec.norm_eps,
-                                .weight = norm,
-                                .in = residual.read(depth, normed),
-                                .out = normed});
+    const auto begin_half = [&](const float* depth, const float* norm, const float* norm_bias) {
+      const Acts in = residual.read(depth, normed);
+      lower_norm(spec, tokens, norm, norm_bias, in, normed, program);
       residual.write(layer);
     };
     const int64_t mark = workspace.mark();
-    begin_half(layer_weights.mixer_depth, layer_weights.mixer_norm);
+    begin_half(layer_weights.mixer_depth, layer_weights.mixer_norm, layer_weights.mixer_norm_bias);
     lower_mixer(spec.layers[i], layer_weights, layer);
     workspace.release(mark);
     if (!spec.layers[i].mlp) continue;
-    begin_half(layer_weights.mlp_depth, layer_weights.mlp_norm);
-    lower_mlp(*spec.layers[i].mlp, layer_weights, layer);
+    begin_half(layer_weights.mlp_depth, layer_weights.mlp_norm, layer_weights.mlp_norm_bias);
+    if (spec.layers[i].mlp->kind == Mlp::Kind::ShiftedSquare) {
+      lower_shifted_mlp(spec.layers[i], layer_weights, layer);
+    } else {
+      lower_mlp(*spec.layers[i].mlp, layer_weights, layer);
+    }
     workspace.release(mark);
   }
   if (shape.outputs == 0) return program;

@@ -52,6 +52,7 @@ struct LayerContext {
   Acts in;              // [tokens, dim], normalised
   Acts residual;        // [tokens, dim]: the mixer adds its output here
   bool replaces = false;  // its output takes the place of what is there
+  Acts first_values;    // [tokens, values]: those of layer 0, where later layers need them (RWKV-7)
   SlotState state;      // the layer's part of the slots
   float* pages = nullptr;
   int64_t page_stride = 0;
@@ -82,6 +83,8 @@ GsaWeights bind_weights(const GsaMixer& mixer, int32_t dim, const std::string& p
                         WeightReader& reader);
 Mamba2Weights bind_weights(const Mamba2Mixer& mixer, int32_t dim, const std::string& prefix,
                            WeightReader& reader);
+Rwkv7Weights bind_weights(const Rwkv7Mixer& mixer, int32_t dim, const std::string& prefix,
+                          WeightReader& reader);
 EraseWeights bind_weights(const CombaMixer& mixer, int32_t dim, const std::string& prefix,
                           WeightReader& reader);
 EraseWeights bind_weights(const DeltaProductMixer& mixer, int32_t dim, const std::string& prefix,
@@ -95,6 +98,7 @@ void lower(const Hgrn2Mixer& mixer, const Hgrn2Weights& weights, LayerContext& l
 void lower(const LinearMixer& mixer, const LinearMixerWeights& weights, LayerContext& layer);
 void lower(const GsaMixer& mixer, const GsaWeights& weights, LayerContext& layer);
 void lower(const Mamba2Mixer& mixer, const Mamba2Weights& weights, LayerContext& layer);
+void lower(const Rwkv7Mixer& mixer, const Rwkv7Weights& weights, LayerContext& layer);
 void lower(const CombaMixer& mixer, const EraseWeights& weights, LayerContext& layer);
 void lower(const DeltaProductMixer& mixer, const EraseWeights& weights, LayerContext& layer);
 

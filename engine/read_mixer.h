@@ -25,6 +25,7 @@ Hgrn2Mixer read_hgrn2(ConfigReader& reader, int32_t dim);
 LinearMixer read_linear_attn(ConfigReader& reader, int32_t dim);
 GsaMixer read_gsa(ConfigReader& reader, int32_t dim);
 Mamba2Mixer read_mamba2(ConfigReader& reader, int32_t dim);
+Rwkv7Mixer read_rwkv7(ConfigReader& reader, int32_t dim);
 CombaMixer read_comba(ConfigReader& reader);
 Mixer read_gated_deltaproduct(ConfigReader& reader);  // a DeltaMixer when it updates once a token
 

@@ -25,6 +25,7 @@ struct ServedType {
   bool attention = true;       // takes the `attn` option
   bool depth_residual = true;  // takes `attnres_block_size`
   TensorNames names = TensorNames::Fla;
+  Mlp::Kind mlp = Mlp::Kind::Gated;
 };
 constexpr std::array kServed = {
     ServedType{
@@ -66,6 +67,13 @@ constexpr std::array kServed = {
         .name = "forgetting_transformer",
         .read = [](ConfigReader& r, int32_t dim) -> Mixer { return read_forgetting(r, dim); },
         .attention = false},
+    ServedType{.name = "rwkv7",
+               .read = [](ConfigReader& r, int32_t dim) -> Mixer { return read_rwkv7(r, dim); },
+               .norm_eps = 1e-5,
+               .attention = false,
+               .depth_residual = false,
+               .names = TensorNames::Rwkv,
+               .mlp = Mlp::Kind::ShiftedSquare},
     ServedType{.name = "mamba2",
                .read = [](ConfigReader& r, int32_t dim) -> Mixer { return read_mamba2(r, dim); },
                .layers = 48,
@@ -102,7 +110,6 @@ constexpr std::array kNotServed = {"abc",
                                    "raven",
                                    "rodimus",
                                    "rwkv6",
-                                   "rwkv7",
                                    "samba",
                                    "simple_gla",
                                    "wall_transformer",
@@ -114,7 +121,7 @@ constexpr std::array kMustBeNull = {
     "final_logit_softcapping", "attn_logit_softcapping", "sliding_window",
     "partial_rotary_factor"};
 
-void refuse_unserved_keys(ConfigReader& reader) {
+void refuse_unserved_keys(ConfigReader& reader, Mlp::Kind mlp) {
   for (const char* key : kMustBeNull) {
     if (reader.is_set(key)) reader.refuse(key, "null (it is not served)", *reader.find(key));
   }
@@ -122,7 +129,11 @@ void refuse_unserved_keys(ConfigReader& reader) {
     reader.refuse("elementwise_affine", "true (norms without weights are not served)",
                   *reader.find("elementwise_affine"));
   }
-  reader.choice<int>("hidden_act", 0, {{"swish", 0}, {"silu", 0}});
+  if (mlp == Mlp::Kind::ShiftedSquare) {
+    reader.choice<int>("hidden_act", 0, {{"sqrelu", 0}});
+  } else {
+    reader.choice<int>("hidden_act", 0, {{"swish", 0}, {"silu", 0}});
+  }
 }
 
 std::string served_names() {
@@ -150,15 +161,18 @@ const ServedType* read_model_type(ConfigReader& reader) {
   return nullptr;
 }
 
-// The MLP's width. Where the file is silent it follows from hidden_ratio, rounded up to 256.
-int32_t read_mlp(ConfigReader& reader, int32_t dim, double usual_ratio) {
-  double ratio = reader.find("hidden_ratio") ? 4 : usual_ratio;  // null counts as 4
+// The MLP's width. Where the file is silent it follows from hidden_ratio, rounded up to 256, or,
+// without a gate, to 32.
+int32_t read_mlp(ConfigReader& reader, int32_t dim, const ServedType& type) {
+  double ratio = reader.find("hidden_ratio") ? 4 : type.hidden_ratio;  // null counts as 4
   if (reader.is_set("hidden_ratio")) ratio = reader.number("hidden_ratio", 4, 0, 1024);
   if (reader.is_set("intermediate_size")) {
     return reader.integer("intermediate_size", 1, 1, kDimMax);
   }
-  const int64_t exact = int64_t(dim * ratio * 2 / 3);
-  const int64_t rounded = (exact + 255) / 256 * 256;
+  const bool gated = type.mlp == Mlp::Kind::Gated;
+  const int64_t exact = int64_t(gated ? dim * ratio * 2 / 3 : dim * ratio);
+  const int64_t multiple = gated ? 256 : 32;
+  const int64_t rounded = (exact + multiple - 1) / multiple * multiple;
   if (rounded < 1 || rounded > kDimMax) {
     reader.refuse_text("hidden_ratio", absl::StrCat("expected an MLP width from 1 to ", kDimMax,
                                                     ", found ", rounded));
@@ -210,7 +224,7 @@ ModelSpec read_model(ConfigReader& reader) {
   const ServedType* type = read_model_type(reader);
   if (!type) return spec;  // what other keys mean depends on it
   spec.model_type = type->name;
-  refuse_unserved_keys(reader);
+  refuse_unserved_keys(reader, type->mlp);
   spec.dim = reader.integer("hidden_size", 2048, 1, kDimMax);
   spec.vocab = reader.integer("vocab_size", 32000, 1, kDimMax);
   spec.names = type->names;
@@ -219,19 +233,25 @@ ModelSpec read_model(ConfigReader& reader) {
     if (!reader.find(eps_key) && reader.find(old)) eps_key = old;
   }
   spec.norm_eps = float(reader.number(eps_key, type->norm_eps, 1e-30, 1));
+  if (type->names == TensorNames::Rwkv) {
+    const bool bias = reader.boolean("norm_bias", true);
+    spec.norm = bias ? BlockNorm::Layer : BlockNorm::LayerWithoutBias;
+    spec.embedding_norm = reader.boolean("norm_first", true);
+  }
   spec.tied_embeddings = reader.boolean("tie_word_embeddings", false);
   read_special_tokens(reader, spec);
 
   const int32_t layers = reader.integer("num_hidden_layers", type->layers, 1, kLayersMax);
   LayerSpec layer{.mixer = type->read(reader, spec.dim)};
   if (type->hidden_ratio > 0) {
-    layer.mlp = Mlp{.hidden = read_mlp(reader, spec.dim, type->hidden_ratio)};
+    layer.mlp = Mlp{.hidden = read_mlp(reader, spec.dim, *type), .kind = type->mlp};
   }
   spec.layers.assign(size_t(layers), layer);
   for (int32_t i = 0; i < layers; ++i) {
     auto* hgrn2 = std::get_if<Hgrn2Mixer>(&spec.layers[size_t(i)].mixer);
     if (hgrn2) hgrn2->layer = i, hgrn2->layers = layers;
   }
+  if (auto* rwkv7 = std::get_if<Rwkv7Mixer>(&spec.layers.front().mixer)) rwkv7->first = true;
   spec.depth_residual = read_depth_residual(reader, *type, spec.norm_eps);
   if (type->attention) {
     read_attention_layers(reader, spec.dim, spec.layers);

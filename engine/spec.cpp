@@ -74,6 +74,11 @@ StateSize size_of(const CombaMixer& m) {
           .conv = history_bytes(m.conv, 2 * keys + values)};
 }
 
+StateSize size_of(const Rwkv7Mixer& m) {
+  const size_t keys = size_t(m.heads) * m.key_dim;
+  return {.recurrent = keys * m.value_dim * kFloat, .conv = keys * kFloat};  // dim is keys
+}
+
 }  // namespace
 
 int32_t LinearMixer::feature_dim() const {
@@ -93,9 +98,16 @@ StateSize state_size(const Mixer& mixer) {
   return std::visit([](const auto& m) { return size_of(m); }, mixer);
 }
 
+StateSize state_size(const LayerSpec& layer, int32_t dim) {
+  StateSize size = state_size(layer.mixer);
+  const bool shifted = layer.mlp && layer.mlp->kind == Mlp::Kind::ShiftedSquare;
+  if (shifted) size.conv += size_t(dim) * kFloat;
+  return size;
+}
+
 StateSize state_size(const ModelSpec& spec) {
   StateSize sum;
-  for (const LayerSpec& layer : spec.layers) sum += state_size(layer.mixer);
+  for (const LayerSpec& layer : spec.layers) sum += state_size(layer, spec.dim);
   return sum;
 }
 

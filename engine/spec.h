@@ -154,12 +154,26 @@ struct CombaMixer {
   std::optional<ShortConv> conv = ShortConv{};
 };
 
+// RWKV-7 (arXiv 2503.14456): what is read along one direction is taken out along it, scaled by a
+// rate for each channel; keys and values are written without either. Inputs are shifted in time.
+struct Rwkv7Mixer {
+  int32_t heads = 0, key_dim = 0, value_dim = 0;
+  int32_t decay_rank = 0, gate_rank = 0, rate_rank = 0, value_rank = 0;  // of low-rank maps
+  bool first = false;       // the model's first layer: its values are mixed into all others'
+  bool fused_norm = true;   // lengths of keys are sqrt(sum x^2 + 1e-6); false: without the 1e-6
+};
+
 using Mixer = std::variant<DeltaMixer, AttentionMixer, SwilaMixer, GlaMixer, RetNetMixer,
                            Hgrn2Mixer, LinearMixer, GsaMixer, Mamba2Mixer, DeltaProductMixer,
-                           CombaMixer>;
+                           CombaMixer, Rwkv7Mixer>;
 
 struct Mlp {
-  int32_t hidden = 0;  // down(silu(gate x) * up x)
+  enum class Kind : uint8_t {
+    Gated,          // down(silu(gate x) * up x)
+    ShiftedSquare,  // RWKV's: down(relu(up x)^2) of inputs shifted in time
+  };
+  int32_t hidden = 0;
+  Kind kind = Kind::Gated;
 };
 
 struct LayerSpec {
@@ -176,12 +190,21 @@ struct DepthResidual {
 };
 
 // How a checkpoint names its tensors.
-enum class TensorNames : uint8_t { Fla, Mamba };
+enum class TensorNames : uint8_t { Fla, Mamba, Rwkv };
+
+// What stands before each half of a layer, and before the head.
+enum class BlockNorm : uint8_t {
+  Rms,
+  Layer,             // with the mean taken out
+  LayerWithoutBias,
+};
 
 struct ModelSpec {
   std::string model_type;  // as config.json names it
   TensorNames names = TensorNames::Fla;
   int32_t dim = 0, vocab = 0;
+  BlockNorm norm = BlockNorm::Rms;
+  bool embedding_norm = false;  // one more norm, of what the residual stream begins with
   float norm_eps = 1e-6f;
   bool tied_embeddings = false;
   Token bos = -1;            // -1: none
@@ -193,7 +216,7 @@ struct ModelSpec {
 // Bytes that a sequence keeps between two tokens, by kind. Everything is float32.
 struct StateSize {
   size_t recurrent = 0;     // state matrices
-  size_t conv = 0;          // short-convolution histories
+  size_t conv = 0;          // short-convolution histories, and inputs kept for token shifts
   size_t ring = 0;          // windowed attention: as fixed as any other state
   size_t kv_per_token = 0;  // attention without a window; 0 for a purely recurrent model
 
@@ -201,6 +224,7 @@ struct StateSize {
   StateSize& operator+=(const StateSize& other);
 };
 StateSize state_size(const Mixer& mixer);
+StateSize state_size(const LayerSpec& layer, int32_t dim);  // the mixer's, then the MLP's
 StateSize state_size(const ModelSpec& spec);
 
 }  // namespace weir

@@ -7,7 +7,7 @@ namespace weir {
 StatePool::StatePool(const ModelSpec& spec, const Limits& limits, Backend& backend)
     : backend_(backend) {
   for (const LayerSpec& layer : spec.layers) {
-    const StateSize size = state_size(layer.mixer);
+    const StateSize size = state_size(layer, spec.dim);
     slot_offset_.push_back(slot_floats_);
     page_offset_.push_back(page_floats_);
     slot_floats_ += int64_t(size.slot() / sizeof(float));

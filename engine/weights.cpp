@@ -208,6 +208,12 @@ namespace {
 // Up to 2025-02 the MLP's gate and up projection were one matrix, gate first.
 void bind_mlp(const Mlp& mlp, int32_t dim, const std::string& prefix, WeightReader& reader,
               LayerWeights& layer) {
+  if (mlp.kind == Mlp::Kind::ShiftedSquare) {
+    layer.mlp_mix = reader.vector(prefix + "x_k", dim);
+    layer.up = reader.matrix(prefix + "key.weight", mlp.hidden, dim);
+    layer.down = reader.matrix(prefix + "value.weight", dim, mlp.hidden);
+    return;
+  }
   const std::string gate = prefix + "gate_proj.weight", up = prefix + "up_proj.weight";
   if (!reader.has(up) && reader.stored_rows(gate) == 2 * mlp.hidden) {
     layer.gate = reader.rows_of(gate, 2 * mlp.hidden, 0, mlp.hidden, dim);
@@ -221,16 +227,23 @@ void bind_mlp(const Mlp& mlp, int32_t dim, const std::string& prefix, WeightRead
 
 // The names around a layer's mixer and MLP, and around all layers.
 struct Names {
-  const char *embedding, *layers, *mixer_norm, *mixer, *norm;
+  const char *embedding, *layers, *mixer_norm, *mixer, *mlp_norm, *mlp, *norm;
 };
 
 Names names_of(TensorNames names) {
   if (names == TensorNames::Mamba) {
-    return {"backbone.embeddings.weight", "backbone.layers.", "norm.weight", "mixer.",
-            "backbone.norm_f.weight"};
+    return {"backbone.embeddings.weight", "backbone.layers.", "norm", "mixer.", "", "",
+            "backbone.norm_f"};
   }
-  return {"model.embeddings.weight", "model.layers.", "attn_norm.weight", "attn.",
-          "model.norm.weight"};
+  const bool rwkv = names == TensorNames::Rwkv;
+  return {"model.embeddings.weight", "model.layers.", "attn_norm", "attn.",
+          rwkv ? "ffn_norm" : "mlp_norm", rwkv ? "ffn." : "mlp.", "model.norm"};
+}
+
+void bind_norm(const ModelSpec& spec, const std::string& name, WeightReader& reader,
+               const float*& weight, const float*& bias) {
+  weight = reader.vector(name + ".weight", spec.dim);
+  if (spec.norm == BlockNorm::Layer) bias = reader.vector(name + ".bias", spec.dim);
 }
 
 // The query of one mix over depth. A source is normed with a gain before it meets the query, which
@@ -242,18 +255,18 @@ const float* bind_depth(const std::string& prefix, int32_t dim, WeightReader& re
   return reader.keep(std::move(query));
 }
 
-LayerWeights bind_layer(const LayerSpec& spec, int32_t dim, const Names& names,
+LayerWeights bind_layer(const ModelSpec& model, const LayerSpec& spec, const Names& names,
                         const std::string& prefix, WeightReader& reader) {
   LayerWeights layer;
-  layer.mixer_norm = reader.vector(prefix + names.mixer_norm, dim);
+  bind_norm(model, prefix + names.mixer_norm, reader, layer.mixer_norm, layer.mixer_norm_bias);
   layer.mixer = std::visit(
       [&](const auto& mixer) -> MixerWeights {
-        return bind_weights(mixer, dim, prefix + names.mixer, reader);
+        return bind_weights(mixer, model.dim, prefix + names.mixer, reader);
       },
       spec.mixer);
   if (!spec.mlp) return layer;
-  layer.mlp_norm = reader.vector(prefix + "mlp_norm.weight", dim);
-  bind_mlp(*spec.mlp, dim, prefix + "mlp.", reader, layer);
+  bind_norm(model, prefix + names.mlp_norm, reader, layer.mlp_norm, layer.mlp_norm_bias);
+  bind_mlp(*spec.mlp, model.dim, prefix + names.mlp, reader, layer);
   return layer;
 }
 
@@ -281,14 +294,18 @@ ModelWeights bind_model(const ModelSpec& spec, WeightReader& reader) {
   ModelWeights weights;
   const Names names = names_of(spec.names);
   weights.embedding = reader.matrix(names.embedding, spec.vocab, spec.dim);
+  if (spec.embedding_norm) {
+    bind_norm(spec, absl::StrCat(names.layers, "0.pre_norm"), reader, weights.embedding_norm,
+              weights.embedding_norm_bias);
+  }
   for (size_t i = 0; i < spec.layers.size(); ++i) {
     const std::string prefix = absl::StrCat(names.layers, i, ".");
-    weights.layers.push_back(bind_layer(spec.layers[i], spec.dim, names, prefix, reader));
+    weights.layers.push_back(bind_layer(spec, spec.layers[i], names, prefix, reader));
     if (!spec.depth_residual) continue;
     weights.layers.back().mixer_depth = bind_depth(prefix + "attn_res", spec.dim, reader);
     weights.layers.back().mlp_depth = bind_depth(prefix + "mlp_res", spec.dim, reader);
   }
-  weights.norm = reader.vector(names.norm, spec.dim);
+  bind_norm(spec, names.norm, reader, weights.norm, weights.norm_bias);
   if (spec.depth_residual) weights.depth = bind_depth("model.res", spec.dim, reader);
   weights.head = spec.tied_embeddings ? weights.embedding
                                       : reader.matrix("lm_head.weight", spec.vocab, spec.dim);

@@ -127,22 +127,39 @@ struct EraseWeights {
   const float* norm = nullptr;     // [value_dim]
 };
 
+struct Rwkv7Weights {
+  struct Lora {
+    LowRank maps;                  // with an activation between them
+    const float* bias = nullptr;   // or null
+  };
+  const float* mixes = nullptr;    // [6, dim]
+  Matrix r, k, v, o;
+  Lora decay, rate, gate, value;
+  const float* read_scale = nullptr;  // [heads * key_dim], k_k; likewise the next two
+  const float* key_rate = nullptr;    // k_a
+  const float* bonus = nullptr;       // r_k
+  const float *norm = nullptr, *norm_bias = nullptr;  // [heads * value_dim]
+};
+
 using MixerWeights = std::variant<DeltaWeights, AttentionWeights, SwilaWeights, GlaWeights,
                                   RetNetWeights, Hgrn2Weights, LinearMixerWeights, GsaWeights,
-                                  Mamba2Weights, EraseWeights>;
+                                  Mamba2Weights, EraseWeights, Rwkv7Weights>;
 
 struct LayerWeights {
   const float* mixer_norm = nullptr;  // [dim]
   MixerWeights mixer;
   const float* mlp_norm = nullptr;    // [dim]; this and below only with an Mlp
-  Matrix gate, up, down;
+  Matrix gate, up, down;              // no gate with Mlp::Kind::ShiftedSquare
+  const float* mlp_mix = nullptr;     // [dim]; of its token shift
+  const float *mixer_norm_bias = nullptr, *mlp_norm_bias = nullptr;  // BlockNorm::Layer: [dim]
   const float *mixer_depth = nullptr, *mlp_depth = nullptr;  // [dim]: depth queries, gains included
 };
 
 struct ModelWeights {
   Matrix embedding;  // [vocab, dim]
   std::vector<LayerWeights> layers;
-  const float* norm = nullptr;
+  const float *norm = nullptr, *norm_bias = nullptr;
+  const float *embedding_norm = nullptr, *embedding_norm_bias = nullptr;
   const float* depth = nullptr;  // [dim]: the head's depth query
   Matrix head;       // [vocab, dim]; the embedding when tied
   size_t bytes = 0;  // of all tensors in use

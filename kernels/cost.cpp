@@ -30,6 +30,12 @@ Cost cost_of(const Conv1d& op) {
           .flops = 2 * size_t(op.rows.tokens) * width * channels};
 }
 
+Cost cost_of(const TokenShift& op) {
+  const auto dim = size_t(op.dim), mixes = size_t(op.mixes);
+  return {.bytes = (2 * size_t(op.rows.count) + mixes) * dim * sizeof(float),
+          .flops = 3 * size_t(op.rows.tokens) * mixes * dim};
+}
+
 Cost cost_of(const Rotary& op) {
   return {.flops = 3 * size_t(op.rows.tokens) * size_t(op.heads) * size_t(op.dim)};
 }
@@ -121,6 +127,7 @@ const char* name_of(const RmsNorm&) { return "rms_norm"; }
 const char* name_of(const Linear&) { return "linear"; }
 const char* name_of(const DeltaMix&) { return "delta_mix"; }
 const char* name_of(const Conv1d&) { return "conv1d"; }
+const char* name_of(const TokenShift&) { return "token_shift"; }
 const char* name_of(const Rotary&) { return "rotary"; }
 const char* name_of(const Elementwise&) { return "elementwise"; }
 const char* name_of(const EraseStep&) { return "erase_step"; }

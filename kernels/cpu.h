@@ -19,6 +19,7 @@ void run(const Embed& op, const Context& context);
 void run(const RmsNorm& op, const Context& context);
 void run(const Linear& op, const Context& context);
 void run(const Conv1d& op, const Context& context);
+void run(const TokenShift& op, const Context& context);
 void run(const Rotary& op, const Context& context);
 void run(const Elementwise& op, const Context& context);
 void run(const FeatureMap& op, const Context& context);

@@ -13,9 +13,13 @@ struct Elementwise {
     BoundedLogDecay, // log(a + (1 - a) sigmoid(x)): HGRN2's gate above a lower bound a
     OneMinusExp,     // 1 - exp(x): the key, or write strength, that belongs to a log decay
     SoftplusStep,    // softplus(x + a) clamped to [floor, ceiling]: Mamba-2's dt
+    SigmoidDecay,    // floor * sigmoid(x): RWKV-7's log decay
     SoftplusDecay,   // -a softplus(x + b): Gated DeltaNet's log decay
     Scale,           // x * a
     AddScaled,       // x + a * y
+    Multiply,        // x * y
+    ScaleTowards,    // x * (1 + (y - 1) * a)
+    Blend,           // x + (y - x) * sigmoid(z)
   };
 
   int32_t tokens = 0, dim = 0;
@@ -27,7 +31,7 @@ struct Elementwise {
   const float* a = nullptr;   // [dim]
   const float* b = nullptr;   // [dim]
   Acts x, out;                // [tokens, dim]; may be the same
-  Acts y;                     // [tokens, dim]
+  Acts y, z;                  // [tokens, dim]
 };
 
 }  // namespace weir

@@ -18,9 +18,14 @@ float apply(const Elementwise& op, int64_t t, int32_t i) {
     case Elementwise::Function::OneMinusExp: return -std::expm1(x);
     case Elementwise::Function::SoftplusStep:
       return std::clamp(float(softplus(x + op.a[i])), op.floor, op.ceiling);
+    case Elementwise::Function::SigmoidDecay: return op.floor * float(sigmoid(x));
     case Elementwise::Function::SoftplusDecay: return float(log_decay(x + op.b[i], op.a[i], 0));
     case Elementwise::Function::Scale: return x * op.a[i];
     case Elementwise::Function::AddScaled: return x + op.a[i] * op.y.at(t)[i];
+    case Elementwise::Function::Multiply: return x * op.y.at(t)[i];
+    case Elementwise::Function::ScaleTowards: return x * (1 + (op.y.at(t)[i] - 1) * op.a[i]);
+    case Elementwise::Function::Blend:
+      return x + (op.y.at(t)[i] - x) * float(sigmoid(op.z.at(t)[i]));
   }
   return x;
 }

@@ -8,7 +8,7 @@ namespace weir {
 //   y = y / sqrt(mean(y^2) + eps) * weight                                 Rms
 //       (y - mean) / sqrt(variance + eps) * weight + bias                  Centred
 //       y / sqrt(sum(y^2) + eps)                                           L2
-//   out = y [* gate_activation(gate)]                                      otherwise
+//   out = y [+ add] [* gate_activation(gate), unless gate_first]
 struct HeadNorm {
   enum class Kind : uint8_t { None, Rms, Centred, L2 };  // None: only activation and gate
 
@@ -19,7 +19,8 @@ struct HeadNorm {
   const float* weight = nullptr;       // Rms, Centred: [dim], the same for each group, or
   bool weight_per_group = false;       // [groups * dim]
   const float* bias = nullptr;         // as weight; Centred only, may be null
-  Acts gate;                           // [tokens, groups * dim], or null
+  Acts add;                            // [tokens, groups * dim], or null
+  Acts gate;                           // likewise
   Activation gate_activation = Activation::Silu;
   bool gate_first = false;
   Acts in, out;                        // [tokens, groups * dim]; may be the same

@@ -39,6 +39,9 @@ void run_group(const HeadNorm& op, int64_t t, int32_t group) {
     const int64_t first = op.weight_per_group ? offset : 0;
     normalise(op, op.weight + first, op.bias ? op.bias + first : nullptr, y);
   }
+  if (op.add) {
+    for (int32_t i = 0; i < op.dim; ++i) y[i] += op.add.at(t)[offset + i];
+  }
   if (gate && !op.gate_first) apply_gate();
 }
 

@@ -19,12 +19,13 @@
 #include "kernels/conv1d.h"
 #include "kernels/swiglu.h"
 #include "kernels/swila_mix.h"
+#include "kernels/token_shift.h"
 
 namespace weir {
 
 // Everything a backend can be asked to do, as plain data. A step is a list of these.
-using Op = std::variant<Embed, RmsNorm, Linear, Conv1d, Rotary, Elementwise, FeatureMap,
-                        HeadNorm, DeltaMix, EraseStep, SwilaMix, OuterStep, Attention,
+using Op = std::variant<Embed, RmsNorm, Linear, Conv1d, TokenShift, Rotary, Elementwise,
+                        FeatureMap, HeadNorm, DeltaMix, EraseStep, SwilaMix, OuterStep, Attention,
                         DepthAttention, Swiglu, Gather, Sample>;
 using Program = std::vector<Op>;
 

@@ -61,6 +61,12 @@ def delta_product(**keys):
     return Case("gated_deltaproduct", "GatedDeltaProductForCausalLM", keys)
 
 
+def rwkv7(**keys):
+    ranks = {"decay_low_rank_dim": 3, "gate_low_rank_dim": 5, "a_low_rank_dim": 4,
+             "v_low_rank_dim": 2, "hidden_act": "sqrelu"}
+    return Case("rwkv7", "RWKV7ForCausalLM", ranks | keys)
+
+
 def kda(**keys):
     return Case("kda", "KDAForCausalLM", keys)
 
@@ -94,6 +100,13 @@ def with_conv_bias(case, layers, channels):
     for layer in range(layers):
         for name, count in channels.items():
             case.extra[f"model.layers.{layer}.attn.{name}_conv1d.bias"] = (count,)
+    return case
+
+
+def with_one_mix_table(case):
+    """Old RWKV-7 files keep the six mixes of a layer in one tensor."""
+    for layer in range(2):
+        case.extra[f"model.layers.{layer}.attn.x_x"] = (6, 32)
     return case
 
 
@@ -189,6 +202,11 @@ CASES = {
                                  allow_neg_eigval=True, num_hidden_layers=1),
     "product-one-decay": delta_product(num_heads=2, head_dim=10, expand_v=2.0, num_householder=1,
                                        use_forget_gate=True, tie_word_embeddings=True),
+    "rwkv7": rwkv7(head_dim=8, num_heads=4, value_dim=[48, 48, 48], num_hidden_layers=3,
+                   fuse_norm=False, tie_word_embeddings=True),
+    "rwkv7-plain": rwkv7(head_dim=None, num_heads=2, norm_first=False, norm_bias=False,
+                         tie_word_embeddings=True),
+    "rwkv7-old": with_one_mix_table(rwkv7(head_dim=16, value_dim=32, tie_word_embeddings=True)),
     "kda-groups": kda(num_heads=2, num_v_heads=4, head_dim=8, expand_v=1.5, allow_neg_eigval=True,
                       tie_word_embeddings=True),
     "kda-bounded": kda(num_heads=2, head_dim=20, expand_v=0.5, safe_gate=True, lower_bound=-3.0,

@@ -18,6 +18,7 @@ import numpy as np
 sys.dont_write_bytecode = True
 from golden_cases import CASES  # noqa: E402
 from golden_model import Model  # noqa: E402
+from golden_rwkv7 import Rwkv7  # noqa: E402
 from golden_store import Random, Stored, read_safetensors, write_safetensors  # noqa: E402
 
 VECTORS = pathlib.Path(__file__).resolve().parent.parent / "vectors"
@@ -26,11 +27,15 @@ PROMPT, GREEDY = 24, 12
 LEAD = 2e-3
 
 
+def make_model(config, store):
+    return (Rwkv7 if config["model_type"] == "rwkv7" else Model)(config, store)
+
+
 def golden(folder, prompt, steps):
     """The logits of each prompt position, the greedy tokens, and the smallest lead of one."""
     config = json.loads((folder / "config.json").read_text())
     store = Stored(folder / "model.safetensors")
-    model = Model(config, store)
+    model = make_model(config, store)
     if store.unread:
         raise ValueError(f"{folder.name}: not part of the model: {sorted(store.unread)}")
     logits = [model.step(token) for token in prompt]
@@ -50,8 +55,8 @@ def write_case(name, case, attempt=0):
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     store = Random(zlib.crc32(f"{name} {attempt}".encode()))
     for tensor, shape in case.extra.items():
-        store(tensor, shape, spread=0.4)
-    Model(config, store)
+        store(tensor, shape, spread=0.4 * (shape[-1] ** 0.5 if len(shape) > 1 else 1))
+    make_model(config, store)
     for usual, found in case.renamed.items():
         store.tensors = {key.replace(usual, found): value for key, value in store.tensors.items()}
     write_safetensors(folder / "model.safetensors", store.tensors)

@@ -1,6 +1,7 @@
 // What config.json says of the mixers that run as EraseStep.
 #include <gtest/gtest.h>
 
+#include "absl/strings/str_cat.h"
 #include "engine/read_spec.h"
 #include "tests/unit/checkpoint_writer.h"
 
@@ -71,11 +72,67 @@ TEST(ReadSpec, CombaDefaultsAndOptions) {
   }
 }
 
+TEST(ReadSpec, Rwkv7DefaultsAndOptions) {
+  const ModelSpec spec = spec_of(R"({"model_type":"rwkv7"})");
+  EXPECT_EQ(spec.layers.size(), 24u);
+  EXPECT_FLOAT_EQ(spec.norm_eps, 1e-5f);
+  EXPECT_EQ(spec.norm, BlockNorm::Layer);
+  EXPECT_TRUE(spec.embedding_norm);
+  EXPECT_EQ(spec.layers[0].mlp->hidden, 8192);
+  EXPECT_EQ(spec.layers[0].mlp->kind, Mlp::Kind::ShiftedSquare);
+  const auto& m = std::get<Rwkv7Mixer>(spec.layers[0].mixer);
+  EXPECT_EQ(m.heads, 32);
+  EXPECT_EQ(m.key_dim, 64);
+  EXPECT_EQ(m.value_dim, 64);
+  EXPECT_EQ(m.decay_rank, 64);
+  EXPECT_EQ(m.gate_rank, 128);
+  EXPECT_EQ(m.rate_rank, 64);
+  EXPECT_EQ(m.value_rank, 16);
+  EXPECT_TRUE(m.fused_norm);
+  EXPECT_TRUE(m.first);
+  EXPECT_FALSE(std::get<Rwkv7Mixer>(spec.layers[1].mixer).first);
+  // 1.5B: 12 MiB of state matrices, and two inputs of 2,048 numbers a layer.
+  EXPECT_EQ(state_size(spec).recurrent, 12u << 20);
+  EXPECT_EQ(state_size(spec).conv, 24u * 2 * 2048 * 4);
+
+  const ModelSpec other = spec_of(
+      R"({"model_type":"rwkv7","hidden_size":96,"num_hidden_layers":2,"head_dim":null,)"
+      R"("num_heads":3,"value_dim":[48,48],"norm_first":false,"norm_bias":false,)"
+      R"("fuse_norm":false,"hidden_ratio":3.5,"hidden_act":"sqrelu"})");
+  EXPECT_EQ(other.norm, BlockNorm::LayerWithoutBias);
+  EXPECT_FALSE(other.embedding_norm);
+  EXPECT_EQ(other.layers[0].mlp->hidden, 352);  // 336 rounded up to a multiple of 32
+  const auto& o = std::get<Rwkv7Mixer>(other.layers[0].mixer);
+  EXPECT_EQ(o.heads, 3);
+  EXPECT_EQ(o.key_dim, 32);
+  EXPECT_EQ(o.value_dim, 16);
+  EXPECT_FALSE(o.fused_norm);
+}
+
 TEST(ReadSpec, RefusesWhatTheseMixersCannotBe) {
   expect_refusal("comba", R"("num_v_heads":12)",
                  "num_v_heads: expected num_heads (6) for comba, found 12");
   expect_refusal("comba", R"("allow_neg_eigval":true)",
                  "allow_neg_eigval: expected false for comba, found true");
+  expect_refusal("rwkv7", R"("hidden_act":"swish")",
+                 "hidden_act: expected one of sqrelu, found the string \"swish\"");
+  expect_refusal("rwkv7", R"("attn":{"layers":[0],"num_heads":4})",
+                 "attn: expected null for a rwkv7, found an object");
+  expect_refusal("rwkv7", R"("attnres_block_size":2)",
+                 "attnres_block_size: expected null for a rwkv7, found 2");
+  const std::string sizes = "head_dim: expected head_dim * num_heads to be hidden_size (2048) with "
+                            "head_dim from 1 to 1024, found ";
+  expect_refusal("rwkv7", R"("num_heads":16)", sizes + "head_dim 64, num_heads 16");
+  expect_refusal("rwkv7", R"("head_dim":null,"num_heads":3)",
+                 sizes + "head_dim 682, num_heads 3");
+  expect_refusal("rwkv7", R"("head_dim":null)", sizes + "head_dim 0, num_heads null");
+  for (const char* value : {R"([2048,1024])", "[]", "2047", R"("2048")"}) {
+    expect_refusal("rwkv7", absl::StrCat(R"("num_hidden_layers":2,"value_dim":)", value),
+                   absl::StrCat("value_dim: expected a multiple of the number of heads (32) up to "
+                                "1024 times that, or the same one for each of 2 layers, found ",
+                                value[0] == '[' ? "a list" : value[0] == '2' ? "2047"
+                                                                : "the string \"2048\""));
+  }
   expect_refusal("gated_deltaproduct", R"("num_householder":0)",
                  "num_householder: expected a whole number from 1 to 1024, found 0");
   expect_refusal("gated_deltaproduct", R"("num_householder":400)",
