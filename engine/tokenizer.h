@@ -13,7 +13,8 @@ namespace weir {
 // Text to ids and back. Constant after loading; every method may be called from any thread.
 class Tokenizer {
  public:
-  // FOLDER/tokenizer.model, a sentencepiece model.
+  // FOLDER/tokenizer.model, a sentencepiece model, or FOLDER/rwkv_vocab_*.txt, a vocabulary of
+  // RWKV's "world" models. Exactly one of them is there.
   static absl::StatusOr<Tokenizer> open_folder(const std::string& folder);
   Tokenizer(Tokenizer&&) noexcept;
   Tokenizer& operator=(Tokenizer&&) noexcept;
@@ -21,7 +22,7 @@ class Tokenizer {
 
   struct Piece {
     Token id = 0;
-    std::string piece;                // as the model writes it, "▁the"
+    std::string piece;                // as the file writes it, "▁the"; valid UTF-8
     int64_t begin = 0, end = 0;       // bytes of the input text
   };
   // `text` is valid UTF-8. No bos or eos is added.
@@ -35,12 +36,14 @@ class Tokenizer {
   std::string decode(std::span<const Token> ids) const;
   const std::string& piece(Token id) const;
 
-  int32_t size() const;         // ids 0 .. size - 1
-  Token bos() const;            // -1: none
+  const std::string& path() const;  // of the file
+  int32_t size() const;             // ids 0 .. size - 1
+  Token bos() const;                // -1: none
   Token eos() const;
 
+  struct Impl;  // of one kind of file: tokenizer_impl.h
+
  private:
-  struct Impl;
   explicit Tokenizer(std::unique_ptr<const Impl> impl);
   std::unique_ptr<const Impl> impl_;
 };

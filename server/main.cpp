@@ -129,9 +129,8 @@ absl::Status Server::load() {
   tokenizer = *std::move(opened);
   if (tokenizer->size() > model->spec.vocab) {
     return absl::InvalidArgumentError(
-        absl::StrCat(options.model_folder, "/tokenizer.model: expected at most ",
-                     model->spec.vocab, " pieces, the vocab_size of config.json, found ",
-                     tokenizer->size()));
+        absl::StrCat(tokenizer->path(), ": expected at most ", model->spec.vocab,
+                     " pieces, the vocab_size of config.json, found ", tokenizer->size()));
   }
   auto fingerprint = fingerprint_folder(options.model_folder, model->files);
   if (!fingerprint.ok()) return fingerprint.status();
