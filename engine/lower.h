@@ -81,6 +81,8 @@ LinearMixerWeights bind_weights(const LinearMixer& mixer, int32_t dim, const std
                                 WeightReader& reader);
 GsaWeights bind_weights(const GsaMixer& mixer, int32_t dim, const std::string& prefix,
                         WeightReader& reader);
+MomWeights bind_weights(const MomMixer& mixer, int32_t dim, const std::string& prefix,
+                        WeightReader& reader);
 Mamba2Weights bind_weights(const Mamba2Mixer& mixer, int32_t dim, const std::string& prefix,
                            WeightReader& reader);
 Rwkv7Weights bind_weights(const Rwkv7Mixer& mixer, int32_t dim, const std::string& prefix,
@@ -97,6 +99,7 @@ void lower(const RetNetMixer& mixer, const RetNetWeights& weights, LayerContext&
 void lower(const Hgrn2Mixer& mixer, const Hgrn2Weights& weights, LayerContext& layer);
 void lower(const LinearMixer& mixer, const LinearMixerWeights& weights, LayerContext& layer);
 void lower(const GsaMixer& mixer, const GsaWeights& weights, LayerContext& layer);
+void lower(const MomMixer& mixer, const MomWeights& weights, LayerContext& layer);
 void lower(const Mamba2Mixer& mixer, const Mamba2Weights& weights, LayerContext& layer);
 void lower(const Rwkv7Mixer& mixer, const Rwkv7Weights& weights, LayerContext& layer);
 void lower(const CombaMixer& mixer, const EraseWeights& weights, LayerContext& layer);

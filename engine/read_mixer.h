@@ -18,6 +18,7 @@ DeltaMixer read_gated_deltanet(ConfigReader& reader);
 DeltaMixer read_kda(ConfigReader& reader);
 DeltaMixer read_gdn2(ConfigReader& reader);
 
+MomMixer read_mom(ConfigReader& reader);
 SwilaMixer read_swila(ConfigReader& reader);
 GlaMixer read_gla(ConfigReader& reader, int32_t dim);
 RetNetMixer read_retnet(ConfigReader& reader, int32_t dim);

@@ -7,6 +7,7 @@ namespace weir {
 namespace {
 
 constexpr int32_t kConvWidthMax = 64;
+constexpr int32_t kMemoriesMax = 256;
 constexpr int32_t kUpdatesMax = 1024;
 constexpr double kExpandMax = 64;
 
@@ -98,6 +99,30 @@ DeltaMixer read_delta_net(ConfigReader& reader, int32_t dim) {
 DeltaMixer read_gated_deltanet(ConfigReader& reader) {
   DeltaMixer mixer = read_heads(reader, 6, 256, 2.0);
   mixer.output_gate = reader.boolean("use_gate", true) ? OutputGate::Silu : OutputGate::None;
+  return mixer;
+}
+
+// fla drops no token from a memory that is full: `capacity` has no effect there, nor here.
+MomMixer read_mom(ConfigReader& reader) {
+  DeltaMixer sizes;
+  sizes.key_heads = sizes.value_heads = reader.integer("num_heads", 4, 1, kDimMax);
+  sizes.key_dim = reader.integer("head_dim", 256, 1, kHeadDimMax);
+  sizes.value_dim = expanded(reader, "expand_v", 1.0, sizes.key_dim);
+  check_sizes(reader, sizes);
+  reader.choice<int>("mom_backend", 0, {{"gated_deltanet", 0}});
+  MomMixer mixer{.heads = sizes.key_heads,
+                 .key_dim = sizes.key_dim,
+                 .value_dim = sizes.value_dim,
+                 .memories = reader.integer("num_memories", 4, 1, kMemoriesMax),
+                 .shared = reader.boolean("shared_mem", true),
+                 .single_projection = reader.boolean("single_kv_proj", false),
+                 .output_gate = reader.boolean("use_output_gate", true)};
+  mixer.chosen = reader.integer("topk", std::min(2, mixer.memories), 1, mixer.memories);
+  const std::optional<ShortConv> conv = read_conv(reader);
+  if (!conv) {
+    reader.refuse("use_short_conv", "true for a mom", *reader.find("use_short_conv"));
+  }
+  mixer.conv = conv.value_or(ShortConv{});
   return mixer;
 }
 

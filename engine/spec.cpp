@@ -79,6 +79,13 @@ StateSize size_of(const Rwkv7Mixer& m) {
   return {.recurrent = keys * m.value_dim * kFloat, .conv = keys * kFloat};  // dim is keys
 }
 
+// Besides each state, how many tokens it has had: one that had none begins at zero.
+StateSize size_of(const MomMixer& m) {
+  const size_t state = size_t(m.heads) * m.key_dim * m.value_dim;
+  return {.recurrent = (size_t(m.states()) * state + size_t(m.memories)) * kFloat,
+          .conv = size_t(m.states()) * history_bytes(m.conv, size_t(m.conv_channels()))};
+}
+
 }  // namespace
 
 int32_t LinearMixer::feature_dim() const {

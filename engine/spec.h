@@ -163,9 +163,23 @@ struct Rwkv7Mixer {
   bool fused_norm = true;   // lengths of keys are sqrt(sum x^2 + 1e-6); false: without the 1e-6
 };
 
+// Mixture-of-Memories: Gated DeltaNet with several states, of which a token uses the `chosen` ones
+// that a router gives most, and perhaps one more that all tokens use.
+struct MomMixer {
+  int32_t heads = 0, key_dim = 0, value_dim = 0;
+  int32_t memories = 0, chosen = 0;
+  bool shared = true;              // the memory that all tokens use
+  bool single_projection = false;  // keys, values and gates are the same for all memories
+  bool output_gate = true;
+  ShortConv conv;                  // the same taps for all memories, a history for each
+
+  int32_t states() const { return memories + (shared ? 1 : 0); }
+  int32_t conv_channels() const { return heads * (2 * key_dim + value_dim); }
+};
+
 using Mixer = std::variant<DeltaMixer, AttentionMixer, SwilaMixer, GlaMixer, RetNetMixer,
                            Hgrn2Mixer, LinearMixer, GsaMixer, Mamba2Mixer, DeltaProductMixer,
-                           CombaMixer, Rwkv7Mixer>;
+                           CombaMixer, Rwkv7Mixer, MomMixer>;
 
 struct Mlp {
   enum class Kind : uint8_t {

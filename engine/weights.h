@@ -141,9 +141,23 @@ struct Rwkv7Weights {
   const float *norm = nullptr, *norm_bias = nullptr;  // [heads * value_dim]
 };
 
+struct MomWeights {
+  struct Memory {
+    Matrix k, v, b, a;
+  };
+  Matrix q, router, g, o;        // router: [memories, dim]
+  std::vector<Memory> memories;  // empty with a single projection
+  Memory shared;                 // of the shared memory, or of all
+  Convolution conv_q, conv_k, conv_v;
+  const float* decay_a = nullptr; // exp(A_log), [heads]
+  const float* dt_bias = nullptr; // [heads]
+  const float* norm = nullptr;    // [value_dim]
+};
+
 using MixerWeights = std::variant<DeltaWeights, AttentionWeights, SwilaWeights, GlaWeights,
                                   RetNetWeights, Hgrn2Weights, LinearMixerWeights, GsaWeights,
-                                  Mamba2Weights, EraseWeights, Rwkv7Weights>;
+                                  Mamba2Weights, EraseWeights, Rwkv7Weights,
+                                  MomWeights>;
 
 struct LayerWeights {
   const float* mixer_norm = nullptr;  // [dim]

@@ -191,6 +191,8 @@ void CudaBackend::copy(void* target, const void* source, size_t bytes) {
 
 const char* CudaBackend::unserved(const Program& program) const {
   for (const Op& op : program) {
+    const auto* const mix = std::get_if<DeltaMix>(&op);
+    if (mix && !mix->norm_output) return "delta_mix without a norm of its answers";
     const auto* const attention = std::get_if<Attention>(&op);
     if (attention && attention->forgets) return "attention with a forget gate";
     if (attention && attention->norm_per_head) return "attention with a norm for each head";

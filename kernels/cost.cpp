@@ -104,6 +104,13 @@ Cost cost_of(const Attention& op) {
           .flops = 4 * tokens * size_t(op.heads) * size_t(op.head_dim)};
 }
 
+// A few numbers a token.
+Cost cost_of(const MemoryRoute&) { return {}; }
+
+Cost cost_of(const MemoryMerge& op) {
+  return {.flops = 2 * size_t(op.tokens) * size_t(op.chosen) * size_t(op.dim)};
+}
+
 // Each source is normed, multiplied with the query, and added.
 Cost cost_of(const DepthAttention& op) {
   const size_t channels = size_t(op.groups) * size_t(op.dim);
@@ -137,6 +144,8 @@ const char* name_of(const OuterStep&) { return "outer_step"; }
 const char* name_of(const SwilaMix&) { return "swila_mix"; }
 const char* name_of(const Attention&) { return "attention"; }
 const char* name_of(const DepthAttention&) { return "depth_attention"; }
+const char* name_of(const MemoryRoute&) { return "memory_route"; }
+const char* name_of(const MemoryMerge&) { return "memory_merge"; }
 const char* name_of(const Swiglu&) { return "swiglu"; }
 const char* name_of(const Gather&) { return "gather"; }
 const char* name_of(const Sample&) { return "sample"; }

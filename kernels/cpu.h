@@ -25,6 +25,8 @@ void run(const Elementwise& op, const Context& context);
 void run(const FeatureMap& op, const Context& context);
 void run(const HeadNorm& op, const Context& context);
 void run(const OuterStep& op, const Context& context);
+void run(const MemoryRoute& op, const Context& context);
+void run(const MemoryMerge& op, const Context& context);
 void run(const DeltaMix& op, const Context& context);
 void run(const EraseStep& op, const Context& context);
 void run(const SwilaMix& op, const Context& context);

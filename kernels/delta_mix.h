@@ -51,6 +51,7 @@ struct DeltaMix {
   Acts erase;                        // [tokens, key_heads * key_dim] logits, or null
   Acts write;                        // [tokens, value_heads * value_dim] logits; set with erase
 
+  bool norm_output = true;             // false: out = o, and nothing of the four below is read
   const float* norm_weight = nullptr;  // [value_dim]
   float norm_eps = 0;
   Acts gate;                           // [tokens, value_heads * value_dim], or null: no gate

@@ -41,10 +41,14 @@ void plain_decay(const DeltaMix& op, int64_t token, int64_t value_head, float* S
 // out = rms(o) * norm_weight [* gate_act(gate)]
 void plain_out(const DeltaMix& op, int64_t token, int64_t value_head,
                const std::vector<double>& o) {
+  const int64_t offset = value_head * op.value_dim;
+  if (!op.norm_output) {
+    std::copy(o.begin(), o.end(), op.out.at(token) + offset);
+    return;
+  }
   double squares = 0;
   for (const double one : o) squares += one * one;
   const double scale = rms_scale(squares, op.value_dim, double(op.norm_eps));
-  const int64_t offset = value_head * op.value_dim;
   for (int64_t j = 0; j < op.value_dim; ++j) {
     double out = o[size_t(j)] * scale * double(op.norm_weight[j]);
     if (op.gate) out *= activate(op.gate_activation, double(op.gate.at(token)[offset + j]));

@@ -186,6 +186,10 @@ void KeyHead::prepare_value_head(int64_t value_head, int32_t t, int32_t i) const
 
 void KeyHead::finish(int64_t value_head, int32_t t, int32_t i) const {
   const int64_t V = op_.value_dim, token = row_.begin + t, at = value_head * V;
+  if (!op_.norm_output) {
+    std::copy_n(x_.out + i * V, V, op_.out.at(token) + at);
+    return;
+  }
   simd_.gated_norm({.in = x_.out + i * V,
                     .weight = op_.norm_weight,
                     .eps = op_.norm_eps,

@@ -20,6 +20,7 @@ struct Linear {
   std::array<Matrix, kParts> part{};  // stacked top to bottom; [rows of each, in]
   std::array<const float*, kParts> bias{};  // [rows of the part], or null
   bool accumulate = false;           // y += W x: the residual connection
+  const int32_t* range = nullptr;    // [2]: only tokens range[0] .. range[1] - 1; null: all
   Acts x;                            // [tokens, in]
   Acts y;                            // [tokens, sum of rows]
 };

@@ -76,10 +76,21 @@ double share_before(int64_t claim, int64_t threads, int64_t halvings) {
   return 1.0 - left + next * double(claim - round * threads) / double(threads);
 }
 
+void run_range(const Linear& op, const Context& context) {
+  WEIR_CHECK(op.range[0] >= 0 && op.range[0] <= op.range[1] && op.range[1] <= op.tokens);
+  Linear part = op;
+  part.range = nullptr;
+  part.tokens = op.range[1] - op.range[0];
+  part.x.data = op.x.at(op.range[0]);
+  part.y.data = op.y.at(op.range[0]);
+  if (part.tokens > 0) run(part, context);
+}
+
 }  // namespace
 
 void run(const Linear& op, const Context& context) {
   WEIR_CHECK(op.in > 0 && op.parts >= 0 && op.parts <= Linear::kParts);
+  if (op.range != nullptr) return run_range(op, context);
   if (context.plain) return run_plain(op);
 
   const DenseSimd& simd = *context.simd.dense;

@@ -12,6 +12,8 @@
 #include "kernels/gather.h"
 #include "kernels/head_norm.h"
 #include "kernels/linear.h"
+#include "kernels/memory_merge.h"
+#include "kernels/memory_route.h"
 #include "kernels/outer_step.h"
 #include "kernels/rms_norm.h"
 #include "kernels/rotary.h"
@@ -26,7 +28,7 @@ namespace weir {
 // Everything a backend can be asked to do, as plain data. A step is a list of these.
 using Op = std::variant<Embed, RmsNorm, Linear, Conv1d, TokenShift, Rotary, Elementwise,
                         FeatureMap, HeadNorm, DeltaMix, EraseStep, SwilaMix, OuterStep, Attention,
-                        DepthAttention, Swiglu, Gather, Sample>;
+                        DepthAttention, MemoryRoute, MemoryMerge, Swiglu, Gather, Sample>;
 using Program = std::vector<Op>;
 
 // The floor of an op: each input read once, each output written once; multiply and add count two.

@@ -89,6 +89,11 @@ def fox(**keys):
     return Case("forgetting_transformer", "ForgettingTransformerForCausalLM", keys)
 
 
+def mom(**keys):
+    return Case("mom", "MomForCausalLM", {"num_heads": 2, "head_dim": 8, "use_short_conv": True,
+                                          "tie_word_embeddings": True} | keys)
+
+
 def stored_as(case, usual, found):
     """Of two names for one tensor, a file may keep either."""
     case.renamed[usual] = found
@@ -227,6 +232,14 @@ CASES = {
     "fox-plain": fox(num_heads=2),
     "fox-one-kv-head": fox(num_heads=32, num_kv_heads=1, qk_norm=True, attnres_block_size=1,
                            tie_word_embeddings=True),
+    "mom": mom(expand_v=1.5),
+    "mom-unshared": mom(shared_mem=False, num_memories=5, topk=3, use_output_gate=False,
+                        conv_size=3),
+    "mom-single": mom(single_kv_proj=True, num_memories=3, topk=1),
+    "mom-single-unshared": with_conv_bias(
+        mom(single_kv_proj=True, shared_mem=False, expand_v=0.5, num_memories=6, topk=2), 2,
+        {"q": 16, "k": 16, "v": 8}),
+    "mom-all": mom(num_memories=2, topk=2, num_hidden_layers=1, attnres_block_size=2),
     "depth-gdn": gated_deltanet(num_heads=2, head_dim=8, expand_v=1.0, attnres_block_size=1,
                                 num_hidden_layers=2, tie_word_embeddings=True,
                                 attn={"layers": [1], "num_heads": 2, "window_size": 9}),

@@ -3,7 +3,7 @@
 import numpy as np
 
 from golden_erase_mixers import Comba, DeltaProduct
-from golden_gated_mixers import Forgetting
+from golden_gated_mixers import Forgetting, MixtureOfMemories
 from golden_mixers import (Attention, DeltaNet, GatedDeltaNet, GatedDeltaNet2, KimiDelta, rms,
                            silu, softmax)
 from golden_outer_mixers import GatedLinear, GatedSlots, Hgrn2, LinearAttention, Mamba2, RetNet
@@ -14,7 +14,7 @@ MIXERS = {"delta_net": DeltaNet, "gated_deltanet": GatedDeltaNet, "kda": KimiDel
           "gdn2": GatedDeltaNet2, "gla": GatedLinear, "retnet": RetNet, "gsa": GatedSlots,
           "comba": Comba, "gated_deltaproduct": DeltaProduct,
           "linear_attn": LinearAttention, "mamba2": Mamba2, "swila": SwitchingLinear,
-          "forgetting_transformer": Forgetting}
+          "forgetting_transformer": Forgetting, "mom": MixtureOfMemories}
 
 
 class Mlp:

@@ -1,4 +1,4 @@
-// forgetting_transformer: what its keys mean, what is refused, what a sequence keeps.
+// forgetting_transformer and mom: what their keys mean, what is refused, what a sequence keeps.
 #include <gtest/gtest.h>
 
 #include "engine/read_spec.h"
@@ -65,6 +65,55 @@ TEST(ReadForgetting, BytesOfAToken) {
   EXPECT_EQ(fox.kv_per_token, 24u * 4 * (2 * 8 * 64 + 2 * 32));
   EXPECT_EQ(fox.slot(), 0u);
   EXPECT_EQ(state_size(*read("transformer", heads)).kv_per_token, 24u * 4 * 2 * 8 * 64);
+}
+
+TEST(ReadMom, DefaultsAndOptions) {
+  const auto usual = read("mom");
+  ASSERT_TRUE(usual.ok()) << usual.status();
+  const auto& m = std::get<MomMixer>(usual->layers[0].mixer);
+  EXPECT_EQ(usual->layers.size(), 24u);
+  EXPECT_EQ(m.heads, 4);
+  EXPECT_EQ(m.key_dim, 256);
+  EXPECT_EQ(m.value_dim, 256);
+  EXPECT_EQ(m.memories, 4);
+  EXPECT_EQ(m.chosen, 2);
+  EXPECT_EQ(m.conv.width, 4);
+  EXPECT_TRUE(m.shared && m.output_gate);
+  EXPECT_FALSE(m.single_projection);
+
+  const auto other = read("mom", R"("num_memories":9,"topk":3,"shared_mem":false,"capacity":0.5,)"
+                                 R"("single_kv_proj":true,"use_output_gate":false,"conv_size":3,)"
+                                 R"("mom_backend":"gated_deltanet","expand_v":0.5,"attn":null)");
+  ASSERT_TRUE(other.ok()) << other.status();
+  const auto& n = std::get<MomMixer>(other->layers[0].mixer);
+  EXPECT_EQ(n.memories, 9);
+  EXPECT_EQ(n.chosen, 3);
+  EXPECT_EQ(n.conv.width, 3);
+  EXPECT_EQ(n.value_dim, 128);
+  EXPECT_TRUE(n.single_projection);
+  EXPECT_FALSE(n.shared || n.output_gate);
+}
+
+TEST(ReadMom, Refusals) {
+  EXPECT_EQ(error_of("mom", R"("use_short_conv":false)"),
+            "C: use_short_conv: expected true for a mom, found false");
+  EXPECT_EQ(error_of("mom", R"("topk":5)"),
+            "C: topk: expected a whole number from 1 to 4, found 5");
+  EXPECT_EQ(error_of("mom", R"("num_memories":0)"),
+            "C: num_memories: expected a whole number from 1 to 256, found 0");
+  EXPECT_EQ(error_of("mom", R"("mom_backend":"gla")"),
+            "C: mom_backend: expected one of gated_deltanet, found the string \"gla\"");
+  EXPECT_EQ(error_of("mom", R"("attn":{"layers":[0],"num_heads":4})"),
+            "C: attn: expected null for a mom, found an object");
+}
+
+// The 340M model: 24 layers of five memories with 4 x 256 x 256 numbers and histories of three
+// entries, and what counts the tokens of the four that are routed to.
+TEST(ReadMom, BytesOfASequence) {
+  const StateSize size = state_size(*read("mom", R"("hidden_size":1024)"));
+  EXPECT_EQ(size.recurrent, 24u * 4 * (5 * 4 * 256 * 256 + 4));
+  EXPECT_EQ(size.conv, 24u * 4 * 5 * 3 * 3 * 1024);
+  EXPECT_EQ(size.kv_per_token, 0u);
 }
 
 }  // namespace
