@@ -52,12 +52,14 @@ Acts lower_values(const Rwkv7Mixer& m, const Rwkv7Weights& w, LayerContext& laye
                                    .y = layer.first_values});
     return layer.first_values;
   }
+  const int32_t values = m.heads * m.value_dim;
   const Acts v = lower_linear(layer, w.v, nullptr, x);
-  lower_elementwise(layer,
-                    {.function = Elementwise::Function::Blend,
-                     .y = layer.first_values,
-                     .z = lower_lora(layer, w.value, Activation::None, x)},
-                    m.heads * m.value_dim, v);
+  const Acts share = lower_lora(layer, w.value, Activation::None, x);
+  lower_activation(layer, Activation::Sigmoid, values, share);
+  lower_elementwise(
+      layer,
+      {.function = Elementwise::Function::Blend, .y = layer.first_values, .z = share},
+      values, v);
   return v;
 }
 

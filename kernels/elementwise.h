@@ -19,7 +19,7 @@ struct Elementwise {
     AddScaled,       // x + a * y
     Multiply,        // x * y
     ScaleTowards,    // x * (1 + (y - 1) * a)
-    Blend,           // x + (y - x) * sigmoid(z)
+    Blend,           // x + (y - x) * z
   };
 
   int32_t tokens = 0, dim = 0;

@@ -24,10 +24,20 @@ float apply(const Elementwise& op, int64_t t, int32_t i) {
     case Elementwise::Function::AddScaled: return x + op.a[i] * op.y.at(t)[i];
     case Elementwise::Function::Multiply: return x * op.y.at(t)[i];
     case Elementwise::Function::ScaleTowards: return x * (1 + (op.y.at(t)[i] - 1) * op.a[i]);
-    case Elementwise::Function::Blend:
-      return x + (op.y.at(t)[i] - x) * float(sigmoid(op.z.at(t)[i]));
+    case Elementwise::Function::Blend: return x + (op.y.at(t)[i] - x) * op.z.at(t)[i];
   }
   return x;
+}
+
+// The functions that are an activation, vectorised; false for others.
+bool activate_token(const Elementwise& op, const MixerSimd& simd, int64_t t) {
+  const bool decay = op.function == Elementwise::Function::SigmoidDecay;
+  if (op.function != Elementwise::Function::Activate && !decay) return false;
+  float* const out = op.out.at(t);
+  if (op.x.at(t) != out) std::copy_n(op.x.at(t), op.dim, out);
+  simd.activate(decay ? Activation::Sigmoid : op.activation, out, op.dim);
+  if (decay) simd.scale(out, op.floor, op.dim);
+  return true;
 }
 
 }  // namespace
@@ -35,6 +45,7 @@ float apply(const Elementwise& op, int64_t t, int32_t i) {
 void run(const Elementwise& op, const Context& context) {
   const auto work = [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
+      if (!context.plain && activate_token(op, *context.simd.mixers, t)) continue;
       for (int32_t i = 0; i < op.dim; ++i) op.out.at(t)[i] = apply(op, t, i);
     }
   };
