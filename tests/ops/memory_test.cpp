@@ -66,7 +66,8 @@ TEST(MemoryRoute, ChoosesTheLargestAndListsThemInOrder) {
   const std::vector<Piece> pieces = {{1, 0, 4}, {-1, 0, 2}, {0, 9, 1}, {2, 5, 0}, {2, 7, 5}};
   const StepRows step(pieces, slot_of);
   const Rows rows = step.rows();
-  for (const auto& [memories, chosen] : {std::pair{4, 2}, {5, 1}, {3, 3}, {1, 1}, {9, 4}}) {
+  for (const auto& sizes : {std::pair{4, 2}, {5, 1}, {3, 3}, {1, 1}, {9, 4}}) {
+    const int32_t memories = sizes.first, chosen = sizes.second;
     std::vector<float> logits = normal(random, size_t(rows.tokens * memories));
     std::fill_n(logits.begin(), memories, 0.5f);  // the first token's are all equal
     const int64_t stride = memories + 3;
