@@ -7,7 +7,7 @@ namespace weir {
 namespace {
 
 constexpr int32_t kConvWidthMax = 64;
-constexpr int32_t kMemoriesMax = 256;
+constexpr int32_t kMemoriesMax = 32;
 constexpr int32_t kUpdatesMax = 1024;
 constexpr double kExpandMax = 64;
 

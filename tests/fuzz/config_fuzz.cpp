@@ -24,6 +24,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     } else if (const auto* m = std::get_if<weir::AttentionMixer>(&layer.mixer)) {
       WEIR_CHECK(m->head_dim > 0 && m->heads % m->kv_heads == 0);
       WEIR_CHECK(m->heads * m->head_dim == spec->dim && m->window >= 0);
+    } else if (const auto* m = std::get_if<weir::MomMixer>(&layer.mixer)) {
+      WEIR_CHECK(m->chosen > 0 && m->chosen <= m->memories && m->conv.width > 0);
     }
   }
   WEIR_CHECK(state_size(*spec).slot() < size_t(1) << 50);

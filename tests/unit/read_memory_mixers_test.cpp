@@ -100,7 +100,7 @@ TEST(ReadMom, Refusals) {
   EXPECT_EQ(error_of("mom", R"("topk":5)"),
             "C: topk: expected a whole number from 1 to 4, found 5");
   EXPECT_EQ(error_of("mom", R"("num_memories":0)"),
-            "C: num_memories: expected a whole number from 1 to 256, found 0");
+            "C: num_memories: expected a whole number from 1 to 32, found 0");
   EXPECT_EQ(error_of("mom", R"("mom_backend":"gla")"),
             "C: mom_backend: expected one of gated_deltanet, found the string \"gla\"");
   EXPECT_EQ(error_of("mom", R"("attn":{"layers":[0],"num_heads":4})"),
