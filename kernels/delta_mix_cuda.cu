@@ -1,4 +1,7 @@
+#include <climits>
+
 #include "kernels/cuda_util.cuh"
+#include "kernels/delta_chunk_cuda.cuh"
 
 namespace weir::cuda {
 namespace {
@@ -436,7 +439,8 @@ struct StreamedState {
 
 template <typename State, int kWidth>
 __global__ __launch_bounds__(kThreads, 3) void delta_mix_kernel(
-    const __grid_constant__ DeltaMix op, bool fresh_state, int state_floats) {
+    const __grid_constant__ DeltaMix op, bool fresh_state, int state_floats,
+    int row_tokens_most) {
   extern __shared__ float4 shared[];
   __shared__ uint64_t barrier;
   float* const space = reinterpret_cast<float*>(shared);
@@ -445,7 +449,8 @@ __global__ __launch_bounds__(kThreads, 3) void delta_mix_kernel(
   let_successor_start();
   const Slot slot = op.rows.slot[row];
   const int begin = op.rows.begin[row], tokens = op.rows.begin[row + 1] - begin;
-  if (slot == kPadding || tokens == 0) {  // the same answer in every thread of the block
+  // The same answer in every thread of the block.
+  if (slot == kPadding || tokens == 0 || tokens > row_tokens_most) {
     wait_for_predecessor();
     return;
   }
@@ -500,7 +505,7 @@ void start(const DeltaMix& op, Context& context, int state_floats) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
   launch(context,
          {.grid = dim3(op.key_heads, op.rows.count), .block = dim3(kThreads), .shared = shared},
-         kernel, op, context.fresh_state, state_floats);
+         kernel, op, context.fresh_state, state_floats, context.row_tokens_most);
 }
 
 template <typename State>
@@ -520,6 +525,12 @@ void run(const DeltaMix& op, Context& context) {
   WEIR_CHECK(op.value_heads % op.key_heads == 0);
   WEIR_CHECK(op.rows.count <= 65535);
   WEIR_CHECK((4 * op.key_dim + 2 * op.value_dim) * sizeof(float) <= 48 * 1024);
+  context.row_tokens_most = INT_MAX;
+  const int longest = op.rows.tokens - op.rows.count + 1;  // at most, if no row is empty
+  if (longest > kStepTokensMost && run_chunks(op, context)) {
+    if (op.rows.count == 1) return;
+    context.row_tokens_most = kStepTokensMost;
+  }
   const bool aligned =
       op.state.stride % 4 == 0 && reinterpret_cast<uintptr_t>(op.state.data) % 16 == 0;
   const int floats = op.key_dim * op.value_dim;

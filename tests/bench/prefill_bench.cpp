@@ -1,0 +1,147 @@
+// Mixers over whole prompts: time, tokens a second, the bytes that each op cannot avoid (its
+// activations, which no cache holds, and the state), and what a copy of as many bytes takes.
+#include "kernels/op.h"
+#include "tests/bench/bench_util.h"
+
+namespace weir {
+namespace {
+
+struct Mixer {
+  const char* name;
+  Decay decay;
+  bool erase, gate;
+  int32_t heads = 16, key_dim = 128, value_dim = 128;
+};
+
+class PrefillBench {
+ public:
+  explicit PrefillBench(const BenchOptions& options)
+      : options_(options), backend_(bench_backend(options)), cpu_(options.device == "cpu") {
+    copy_ = copy_rate(*backend_, size_t(cpu_ ? 256 : 2048) << 20);
+    results_["device"] = backend_->info().name;
+    results_["copy_gb_per_s"] = copy_ / 1e9;
+    std::printf("%s: copy %.0f GB/s (read + written)\n", backend_->info().name.c_str(),
+                copy_ / 1e9);
+    std::printf("%-28s %4s %6s %9s %12s %9s %10s %7s\n", "mixer", "B", "tokens", "ms", "tokens/s",
+                "MB", "copy's ms", "% copy");
+    pool_ = put(random_floats(size_t(pool_floats()), 1.0f));
+  }
+
+  void time(const Mixer& m, int32_t rows, int32_t tokens) {
+    if (!options_.only.empty() && std::string(m.name).find(options_.only) == std::string::npos) {
+      return;
+    }
+    at_ = 0;
+    const int64_t each = int64_t(rows) * tokens * m.heads * std::max(m.key_dim, m.value_dim);
+    const int64_t copies = std::clamp<int64_t>(pool_floats() / (8 * each), 1, 8);
+    Program program;
+    size_t bytes = 0;
+    for (int64_t i = 0; i < copies; ++i) program.push_back(mix(m, rows, tokens, &bytes));
+    const double seconds = median_seconds(2, cpu_ ? 1 : 9, [&] {
+      backend_->run(program);
+      backend_->finish();
+    }) / double(copies);
+    const double all = double(rows) * tokens, floor = double(bytes) / copy_;
+    std::printf("%-28s %4d %6d %9.3f %12.0f %9.1f %10.3f %6.1f%%\n", m.name, rows, tokens,
+                seconds * 1e3, all / seconds, double(bytes) / 1e6, floor * 1e3,
+                100 * floor / seconds);
+    std::fflush(stdout);
+    results_["mixers"].push_back({{"mixer", m.name}, {"rows", rows}, {"tokens", tokens},
+                                  {"ms", seconds * 1e3}, {"bytes", bytes},
+                                  {"copy_ms", floor * 1e3}});
+  }
+  bool cpu() const { return cpu_; }
+  void save() const { write_json(options_, results_); }
+
+ private:
+  template <typename T>
+  T* put(const std::vector<T>& values) {
+    T* data = static_cast<T*>(backend_->allocate(values.size() * sizeof(T)));
+    backend_->upload(data, values.data(), values.size() * sizeof(T));
+    backend_->finish();
+    return data;
+  }
+  int64_t pool_floats() const { return int64_t(cpu_ ? 32 : 1088) << 20; }
+  // Random numbers that no other argument of the op lies on.
+  Acts acts(int64_t tokens, int64_t dim) {
+    if (at_ + tokens * dim > pool_floats()) at_ = 0;
+    const Acts made{pool_ + at_, dim};
+    at_ += tokens * dim;
+    return made;
+  }
+  float* vector(int64_t count) { return put(random_floats(size_t(count), 1.0f)); }
+
+  DeltaMix mix(const Mixer& m, int32_t count, int32_t tokens, size_t* bytes) {
+    std::vector<int32_t> slot, first(size_t(count), 0), begin{0};
+    for (int32_t i = 0; i < count; ++i) {
+      slot.push_back(i);
+      begin.push_back(begin.back() + tokens);
+    }
+    const int32_t T = begin.back(), K = m.heads * m.key_dim, V = m.heads * m.value_dim;
+    const int64_t state = int64_t(V) * m.key_dim, history = 3 * (2 * int64_t(K) + V);
+    DeltaMix op{.rows = {.count = count, .tokens = T, .slot = put(slot), .first = put(first),
+                         .begin = put(begin)},
+                .key_heads = m.heads, .value_heads = m.heads, .key_dim = m.key_dim,
+                .value_dim = m.value_dim, .q = acts(T, K), .k = acts(T, K), .v = acts(T, V),
+                .conv_width = 4, .conv_q = vector(4 * K), .conv_k = vector(4 * K),
+                .conv_v = vector(4 * V), .decay = m.decay, .decay_heads = m.heads,
+                .norm_weight = vector(m.value_dim), .norm_eps = 1e-6f, .out = acts(T, V)};
+    int64_t floats = 2 * int64_t(K) + 2 * V;  // a token's
+    if (m.decay != Decay::None) {
+      const int64_t channels = m.decay == Decay::PerHead ? m.heads : K;
+      op.decay_in = acts(T, channels);
+      op.decay_a = put(std::vector<float>(size_t(m.heads), 0.1f));
+      op.dt_bias = vector(channels);
+      floats += channels;
+    }
+    if (m.erase) {
+      op.erase = acts(T, K);
+      op.write = acts(T, V);
+      floats += K + V;
+    } else {
+      op.beta = acts(T, m.heads);
+      floats += m.heads;
+    }
+    if (m.gate) {
+      op.gate = acts(T, V);
+      floats += V;
+    }
+    float* const slots = static_cast<float*>(
+        backend_->allocate(size_t(count * (state + history)) * sizeof(float)));
+    op.state = {slots, state + history};
+    op.history = op.state.from(state);
+    *bytes = sizeof(float) * size_t(T * floats + count * (state + history));
+    return op;
+  }
+
+  BenchOptions options_;
+  std::unique_ptr<Backend> backend_;
+  bool cpu_;
+  double copy_ = 0;
+  nlohmann::json results_;
+  float* pool_ = nullptr;
+  int64_t at_ = 0;
+};
+
+void bench_all(PrefillBench& bench) {
+  const Mixer mixers[] = {{"DeltaNet 16x128x128", Decay::None, false, false},
+                          {"GDN 16x128x128", Decay::PerHead, false, true},
+                          {"KDA 16x128x128", Decay::PerChannel, false, true},
+                          {"GDN-2 16x128x128", Decay::PerChannel, true, true}};
+  const std::vector<int32_t> batches =
+      bench.cpu() ? std::vector<int32_t>{1} : std::vector<int32_t>{1, 8, 32};
+  for (const Mixer& mixer : mixers) {
+    for (const int32_t rows : batches) {
+      bench.time(mixer, rows, bench.cpu() ? 64 : 2048);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace weir
+
+int main(int argc, char** argv) {
+  weir::PrefillBench bench(weir::bench_options(argc, argv));
+  weir::bench_all(bench);
+  bench.save();
+}

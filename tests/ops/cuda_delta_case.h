@@ -1,0 +1,81 @@
+#pragma once
+#include <algorithm>
+
+#include "tests/ops/cuda_compare.h"
+
+namespace weir {
+
+// A ragged step: rows of several lengths, from a zero state and from a kept one, and padding.
+struct Steps {
+  std::vector<int32_t> slot, first, begin;
+
+  int32_t tokens() const { return begin.back(); }
+  int32_t slots() const { return *std::max_element(slot.begin(), slot.end()) + 1; }
+  Rows put(Side& side) const {
+    return {.count = int32_t(slot.size()), .tokens = tokens(), .slot = side.put(slot),
+            .first = side.put(first), .begin = side.put(begin)};
+  }
+};
+inline const Steps kDecode{{3, 0, kPadding, 5, 1}, {7, 0, 0, 100, 1}, {0, 1, 2, 3, 4, 5}};
+inline const Steps kRagged{{2, kPadding, 4, 0, 1}, {5, 0, 0, 0, 12}, {0, 2, 5, 12, 13, 33}};
+
+struct DeltaCase {
+  std::string name;
+  int32_t key_heads = 2, value_heads = 2, key_dim = 128, value_dim = 128, conv = 4;
+  Decay decay = Decay::PerHead;
+  int32_t decay_heads = 2;
+  float lower_bound = 0, dt_shift = 0;
+  bool beta = true, erase = false, gate = true, conv_bias = false;
+  Activation qk_activation = Activation::Silu, gate_activation = Activation::Silu;
+  QkNorm qk_norm = QkNorm::L2;
+};
+
+inline Program delta_program(Side& side, const DeltaCase& c, const Steps& steps) {
+  const int32_t T = steps.tokens(), keys = c.key_heads * c.key_dim,
+                values = c.value_heads * c.value_dim;
+  DeltaMix op{.rows = steps.put(side), .key_heads = c.key_heads, .value_heads = c.value_heads,
+              .key_dim = c.key_dim, .value_dim = c.value_dim, .q = side.acts(T, keys),
+              .k = side.acts(T, keys), .v = side.acts(T, values), .conv_width = c.conv,
+              .qk_activation = c.qk_activation, .qk_norm = c.qk_norm, .decay = c.decay,
+              .decay_heads = c.decay_heads, .lower_bound = c.lower_bound, .beta_scale = 1.7f,
+              .norm_weight = side.floats(size_t(c.value_dim)), .norm_eps = 1e-5f,
+              .gate_activation = c.gate_activation};
+  if (c.conv > 0) {
+    op.conv_q = side.floats(size_t(keys * c.conv), 0.5f);
+    op.conv_k = side.floats(size_t(keys * c.conv), 0.5f);
+    op.conv_v = side.floats(size_t(values * c.conv), 0.5f);
+    if (c.conv_bias) {
+      op.conv_q_bias = side.floats(size_t(keys));
+      op.conv_k_bias = side.floats(size_t(keys));
+      op.conv_v_bias = side.floats(size_t(values));
+    }
+  }
+  if (c.decay != Decay::None) {
+    const int32_t channels = c.decay_heads * (c.decay == Decay::PerHead ? 1 : c.key_dim);
+    op.decay_in = side.acts(T, channels, 3);
+    std::vector<float> a = side.normal(size_t(c.decay_heads));
+    for (float& value : a) value = std::exp(value);
+    op.decay_a = side.put(a);
+    std::vector<float> dt_bias = side.normal(size_t(channels));
+    for (float& value : dt_bias) value += c.dt_shift;
+    op.dt_bias = side.put(dt_bias);
+  }
+  if (c.erase) {
+    op.erase = side.acts(T, keys);
+    op.write = side.acts(T, values);
+  } else if (c.beta) {
+    op.beta = side.acts(T, c.value_heads);
+  }
+  if (c.gate) op.gate = side.acts(T, values);
+  const int64_t state = int64_t(c.value_heads) * c.value_dim * c.key_dim;
+  const int64_t history = int64_t(std::max(0, c.conv - 1)) * (2 * keys + values);
+  const int64_t stride = state + history + 32;  // a part of larger slots
+  const auto slots = size_t(steps.slots() * stride);
+  op.state = {side.floats(slots, 0.3f), stride};
+  if (c.conv > 1) op.history = op.state.from(state);
+  side.compare(op.state.data, slots, "slots");
+  op.out = side.out(T, values, "out");
+  return {op};
+}
+
+}  // namespace weir
