@@ -5,7 +5,7 @@ set -euo pipefail
 
 packages=(g++ cmake ninja-build ccache pkg-config
   libgrpc++-dev protobuf-compiler-grpc protobuf-compiler libprotobuf-dev libprotoc-dev libabsl-dev
-  libsentencepiece-dev prometheus-cpp-dev nlohmann-json3-dev libxxhash-dev libgtest-dev libgmock-dev
+  libsentencepiece-dev prometheus-cpp-dev nlohmann-json3-dev libxxhash-dev zlib1g-dev libgtest-dev libgmock-dev
   python3 curl)
 case "${1:-}" in
   "") ;;

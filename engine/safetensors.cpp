@@ -1,18 +1,12 @@
 #include "engine/safetensors.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <deque>
 #include <set>
-#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "engine/json.h"
+#include "engine/mapped_file.h"
 
 namespace weir {
 namespace {
@@ -21,47 +15,21 @@ using Tensors = std::map<std::string, TensorView>;
 
 constexpr size_t kIndexBytesMax = 64 << 20;
 
-// A file mapped read-only, and the tensors in it. Stays where it is: the views borrow `path`.
-struct MappedFile {
+// A file and the tensors in it. Stays where it is: the views borrow `path`.
+struct TensorFile {
   std::string path;
-  std::span<const std::byte> bytes;
+  MappedFile mapping;
   Tensors tensors;
 
-  explicit MappedFile(std::string file_path) : path(std::move(file_path)) {}
-  MappedFile(const MappedFile&) = delete;
-  ~MappedFile() {
-    if (!bytes.empty()) munmap(const_cast<std::byte*>(bytes.data()), bytes.size());
-  }
+  explicit TensorFile(std::string file_path) : path(std::move(file_path)) {}
+  TensorFile(const TensorFile&) = delete;
 };
 
-absl::Status system_error(const std::string& path, const char* verb) {
-  const bool missing = errno == ENOENT;
-  const std::string message =
-      absl::StrCat(path, ": cannot ", verb, ": ", std::generic_category().message(errno));
-  return missing ? absl::NotFoundError(message) : absl::UnavailableError(message);
-}
-
-absl::Status map_descriptor(int descriptor, MappedFile& file) {
-  struct stat info;
-  if (fstat(descriptor, &info) != 0) return system_error(file.path, "stat");
-  if (!S_ISREG(info.st_mode)) {
-    return absl::InvalidArgumentError(file.path + ": expected a regular file");
-  }
-  if (info.st_size == 0) return absl::OkStatus();  // no mapping of nothing; the parser says so
-  const size_t size = size_t(info.st_size);
-  void* data = mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-  if (data == MAP_FAILED) return system_error(file.path, "map");
-  file.bytes = {static_cast<const std::byte*>(data), size};
-  return absl::OkStatus();
-}
-
-absl::Status map_file(MappedFile& file) {
-  const int descriptor = open(file.path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (descriptor < 0) return system_error(file.path, "open");
-  const absl::Status status = map_descriptor(descriptor, file);
-  close(descriptor);
-  if (!status.ok()) return status;
-  absl::StatusOr<Tensors> tensors = parse_safetensors(file.bytes, file.path);
+absl::Status open_tensor_file(TensorFile& file) {
+  absl::StatusOr<MappedFile> mapping = MappedFile::open(file.path);
+  if (!mapping.ok()) return mapping.status();
+  file.mapping = *std::move(mapping);
+  absl::StatusOr<Tensors> tensors = parse_safetensors(file.mapping.bytes(), file.path);
   if (!tensors.ok()) return tensors.status();
   file.tensors = *std::move(tensors);
   return absl::OkStatus();
@@ -98,14 +66,14 @@ absl::StatusOr<std::map<std::string, std::string>> read_index(const std::string&
 
 struct Safetensors::Impl {
   std::string path;
-  std::deque<MappedFile> files;  // never moved, as the views borrow from them
+  std::deque<TensorFile> files;  // never moved, as the views borrow from them
   Tensors tensors;
 
   // Adds a file's tensors. With an index (tensor to shard), they must be where it says.
   absl::Status add(const std::string& file_path, const std::string& shard,
                    const std::map<std::string, std::string>* index) {
-    MappedFile& file = files.emplace_back(file_path);
-    const absl::Status status = map_file(file);
+    TensorFile& file = files.emplace_back(file_path);
+    const absl::Status status = open_tensor_file(file);
     if (!status.ok()) return status;
     for (const auto& [name, view] : file.tensors) {
       const auto other = tensors.find(name);
@@ -190,7 +158,7 @@ const std::string& Safetensors::path() const { return impl_->path; }
 
 size_t Safetensors::bytes() const {
   size_t sum = 0;
-  for (const MappedFile& file : impl_->files) sum += file.bytes.size();
+  for (const TensorFile& file : impl_->files) sum += file.mapping.bytes().size();
   return sum;
 }
 

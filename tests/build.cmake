@@ -16,7 +16,7 @@ function(weir_test folder library)
 endfunction()
 
 weir_test(ops weir_kernels)
-weir_test(unit weir_engine)
+weir_test(unit "weir_engine;weir_convert_lib")
 weir_test(sim weir_engine)
 if(WEIR_SERVER)
   weir_test(serve "weir_server_lib;weir_client_lib")
