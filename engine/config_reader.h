@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -80,6 +81,15 @@ class ConfigReader {
     return int32_t(read);
   }
 
+  // Refuses the first key that is not one of these.
+  template <class Names>
+  void refuse_others(const Names& known) {
+    for (const auto& [key, value] : object_.items()) {
+      const auto same = [&key = key](const char* name) { return key == name; };
+      if (std::any_of(known.begin(), known.end(), same)) continue;
+      refuse(key, "no such key", value);
+    }
+  }
   void refuse(const std::string& key, const std::string& expected, const nlohmann::json& found) {
     refuse_text(key, absl::StrCat("expected ", expected, ", found ", describe(found)));
   }

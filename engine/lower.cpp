@@ -124,6 +124,43 @@ void lower_mlp(const Mlp& mlp, const LayerWeights& weights, LayerContext& layer)
                                  .y = layer.residual});
 }
 
+// Whether the layer also wants its input as it was before the norm.
+bool reads_raw(const LayerSpec& layer) {
+  const auto* mixer = std::get_if<DeltaMixer>(&layer.mixer);
+  return mixer != nullptr && mixer->gates_read_residual;
+}
+
+// Both halves of a layer, each from the residual through a norm to the residual.
+void lower_layer(const LayerSpec& spec, const LayerWeights& weights, Residual& residual,
+                 LayerContext& layer) {
+  Workspace& workspace = layer.workspace;
+  const int32_t tokens = layer.rows.tokens;
+  const auto begin_half = [&](const float* depth, const float* norm, const float* bias,
+                              Acts space) {
+    layer.raw = residual.read(depth, space);
+    lower_norm(layer.spec, tokens, norm, bias, layer.raw, layer.in, layer.program);
+    residual.write(layer);
+  };
+  const int64_t before = workspace.mark();
+  take_lanes(spec, layer);
+  const int64_t mark = workspace.mark();
+  const Acts space = reads_raw(spec) ? workspace.take(tokens, layer.spec.dim) : layer.in;
+  begin_half(weights.mixer_depth, weights.mixer_norm, weights.mixer_norm_bias, space);
+  lower_mixer(spec, weights, layer);
+  workspace.release(mark);
+  if (spec.mlp) {
+    begin_half(weights.mlp_depth, weights.mlp_norm, weights.mlp_norm_bias, layer.in);
+    if (spec.mlp->kind == Mlp::Kind::ShiftedSquare) {
+      lower_shifted_mlp(spec, weights, layer);
+    } else {
+      lower_mlp(*spec.mlp, weights, layer);
+    }
+    workspace.release(mark);
+  }
+  lower_hidden_route(spec, layer);
+  workspace.release(before);
+}
+
 // Logits of the wanted tokens, and what is drawn from them.
 void lower_outputs(const ModelSpec& spec, const ModelWeights& weights, const StepArrays& arrays,
                    int32_t outputs, Acts residual, Workspace& workspace, Program& program) {
@@ -176,42 +213,25 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
     lower_norm(spec, tokens, weights.embedding_norm, weights.embedding_norm_bias,
                residual.current(), residual.current(), program);
   }
-  const auto* rwkv7 = std::get_if<Rwkv7Mixer>(&spec.layers.front().mixer);
-  Acts first_values;
-  if (rwkv7) first_values = workspace.take(tokens, int64_t(rwkv7->heads) * rwkv7->value_dim);
+  Lanes lanes = make_lanes(spec, tokens, workspace);
 
   for (size_t i = 0; i < spec.layers.size(); ++i) {
-    const LayerWeights& layer_weights = weights.layers[i];
     LayerContext layer{.program = program,
                        .workspace = workspace,
                        .rows = rows,
                        .arrays = arrays,
                        .spec = spec,
+                       .route = spec.layers[i].route,
+                       .route_weights = weights.layers[i].route,
+                       .lanes = lanes,
                        .in = normed,
-                       .first_values = first_values,
                        .page_tokens = limits.page_tokens};
     if (pool != nullptr) {
       layer.state = pool->layer_state(int32_t(i));
       layer.pages = pool->layer_pages(int32_t(i));
       layer.page_stride = pool->page_floats();
     }
-    const auto begin_half = [&](const float* depth, const float* norm, const float* norm_bias) {
-      const Acts in = residual.read(depth, normed);
-      lower_norm(spec, tokens, norm, norm_bias, in, normed, program);
-      residual.write(layer);
-    };
-    const int64_t mark = workspace.mark();
-    begin_half(layer_weights.mixer_depth, layer_weights.mixer_norm, layer_weights.mixer_norm_bias);
-    lower_mixer(spec.layers[i], layer_weights, layer);
-    workspace.release(mark);
-    if (!spec.layers[i].mlp) continue;
-    begin_half(layer_weights.mlp_depth, layer_weights.mlp_norm, layer_weights.mlp_norm_bias);
-    if (spec.layers[i].mlp->kind == Mlp::Kind::ShiftedSquare) {
-      lower_shifted_mlp(spec.layers[i], layer_weights, layer);
-    } else {
-      lower_mlp(*spec.layers[i].mlp, layer_weights, layer);
-    }
-    workspace.release(mark);
+    lower_layer(spec.layers[i], weights.layers[i], residual, layer);
   }
   if (shape.outputs == 0) return program;
   const Acts last = residual.read(weights.depth, normed);

@@ -42,6 +42,14 @@ class Workspace {
   int64_t used_ = 0, peak_ = 0;
 };
 
+// What crosses layers, or the halves of one, inside a token: buffers of the step's workspace.
+struct Lanes {
+  Acts values;       // of the layer at hand, convolved and activated: [tokens, heads * value_dim]
+  Acts errors;       // its write residuals; the same shape
+  Acts emitted;      // those of all layers so far that later ones read, side by side; or the latest
+  Acts first_values; // layer 0's, where later layers need them (RWKV-7): [tokens, values]
+};
+
 // What the ops of one layer share.
 struct LayerContext {
   Program& program;
@@ -49,10 +57,13 @@ struct LayerContext {
   Rows rows;
   const StepArrays& arrays;
   const ModelSpec& spec;
+  const Route& route;
+  const RouteWeights& route_weights;
+  Lanes& lanes;
   Acts in;              // [tokens, dim], normalised
+  Acts raw;             // the same before its norm, for mixers that want it
   Acts residual;        // [tokens, dim]: the mixer adds its output here
   bool replaces = false;  // its output takes the place of what is there
-  Acts first_values;    // [tokens, values]: those of layer 0, where later layers need them (RWKV-7)
   SlotState state;      // the layer's part of the slots
   float* pages = nullptr;
   int64_t page_stride = 0;
@@ -91,6 +102,15 @@ EraseWeights bind_weights(const CombaMixer& mixer, int32_t dim, const std::strin
                           WeightReader& reader);
 EraseWeights bind_weights(const DeltaProductMixer& mixer, int32_t dim, const std::string& prefix,
                           WeightReader& reader);
+// Cross-layer routing: the lanes that outlive a layer, those of one layer, its tensors (names below
+// the layer's own prefix), what comes to its values before the mixer, what it adds after the MLP.
+Lanes make_lanes(const ModelSpec& spec, int32_t tokens, Workspace& workspace);
+void take_lanes(const LayerSpec& spec, LayerContext& layer);
+RouteWeights bind_route(const LayerSpec& layer, int32_t dim, const std::string& prefix,
+                        WeightReader& reader);
+void lower_value_route(const DeltaMixer& mixer, LayerContext& layer, DeltaMix& mix);
+void lower_hidden_route(const LayerSpec& spec, LayerContext& layer);
+
 void lower(const DeltaMixer& mixer, const DeltaWeights& weights, LayerContext& layer);
 void lower(const AttentionMixer& mixer, const AttentionWeights& weights, LayerContext& layer);
 void lower(const SwilaMixer& mixer, const SwilaWeights& weights, LayerContext& layer);

@@ -51,6 +51,8 @@ DeltaWeights bind_weights(const DeltaMixer& m, int32_t dim, const std::string& p
   if (m.decay == DecayGate::PerHead) {
     w.a = reader.matrix(prefix + "a_proj.weight", decay.channels, dim);
     reader.ignore(prefix + "D");  // in files of 2024-12 to 2025-03; nothing reads it
+  } else if (m.decay != DecayGate::None && m.full_rank_decay) {
+    w.a = reader.matrix(prefix + "a_proj.weight", decay.channels, dim);
   } else if (m.decay != DecayGate::None) {
     w.f0 = reader.matrix(prefix + "f_proj.0.weight", m.value_dim, dim);
     w.f1 = reader.matrix(prefix + "f_proj.1.weight", decay.channels, m.value_dim);
@@ -67,7 +69,7 @@ DeltaWeights bind_weights(const DeltaMixer& m, int32_t dim, const std::string& p
   }
   if (m.output_gate == OutputGate::Silu) {
     w.g = reader.matrix(prefix + "g_proj.weight", values, dim);
-  } else if (m.output_gate == OutputGate::LowRankSigmoid) {
+  } else if (m.output_gate != OutputGate::None) {
     w.g0 = reader.matrix(prefix + "g_proj.0.weight", m.value_dim, dim);
     w.g1 = reader.matrix(prefix + "g_proj.1.weight", values, m.value_dim);
     w.g1_bias = reader.vector(prefix + "g_proj.1.bias", values);
@@ -78,12 +80,14 @@ DeltaWeights bind_weights(const DeltaMixer& m, int32_t dim, const std::string& p
 }
 
 void lower(const DeltaMixer& m, const DeltaWeights& w, LayerContext& layer) {
-  Projection in(layer.spec.dim);
+  Projection in(layer.spec.dim), unnormed(layer.spec.dim);
+  Projection& low_rank = m.gates_read_residual ? unnormed : in;
   const Projection::Part q = in.add(w.q), k = in.add(w.k), v = in.add(w.v);
-  const Projection::Part a = in.add(w.a), f0 = in.add(w.f0);
+  const Projection::Part a = in.add(w.a), f0 = low_rank.add(w.f0);
   const Projection::Part b = in.add(w.b), write = in.add(w.w);
-  const Projection::Part g = in.add(w.g), g0 = in.add(w.g0);
+  const Projection::Part g = in.add(w.g), g0 = low_rank.add(w.g0);
   const Acts projected = in.lower(layer, layer.in);
+  const Acts low = m.gates_read_residual ? unnormed.lower(layer, layer.raw) : projected;
 
   const DecayShape decay = decay_shape(m);
   DeltaMix mix{.rows = layer.rows,
@@ -110,20 +114,23 @@ void lower(const DeltaMixer& m, const DeltaWeights& w, LayerContext& layer) {
                .dt_bias = w.dt_bias,
                .lower_bound = m.lower_bound,
                .beta_scale = m.negative_eigenvalues ? 2.0f : 1.0f,
+               .erases = m.strength != Strength::Additive,
                .norm_weight = w.norm,
                .norm_eps = layer.spec.norm_eps,
                .gate = g.of(projected),
-               .gate_activation = w.g0 ? Activation::Sigmoid : Activation::Silu,
+               .gate_activation = m.output_gate == OutputGate::LowRankSigmoid ? Activation::Sigmoid
+                                                                              : Activation::Silu,
                .state = layer.state,
                .history = layer.state.from(int64_t(state_size(m).recurrent / sizeof(float)))};
-  if (w.f0) mix.decay_in = lower_linear(layer, w.f1, nullptr, f0.of(projected));
-  if (w.g0) mix.gate = lower_linear(layer, w.g1, w.g1_bias, g0.of(projected));
+  if (w.f0) mix.decay_in = lower_linear(layer, w.f1, nullptr, f0.of(low));
+  if (w.g0) mix.gate = lower_linear(layer, w.g1, w.g1_bias, g0.of(low));
   if (m.strength == Strength::Beta) {
     mix.beta = b.of(projected);
   } else if (m.strength == Strength::EraseWrite) {
     mix.erase = b.of(projected);
     mix.write = write.of(projected);
   }
+  lower_value_route(m, layer, mix);
   mix.out = layer.workspace.take(layer.rows.tokens, int64_t(m.value_heads) * m.value_dim);
   layer.program.push_back(mix);
   lower_residual(layer, w.o, mix.out);

@@ -49,8 +49,8 @@ Acts lower_values(const Rwkv7Mixer& m, const Rwkv7Weights& w, LayerContext& laye
                                    .parts = 1,
                                    .part = {w.v},
                                    .x = x,
-                                   .y = layer.first_values});
-    return layer.first_values;
+                                   .y = layer.lanes.first_values});
+    return layer.lanes.first_values;
   }
   const int32_t values = m.heads * m.value_dim;
   const Acts v = lower_linear(layer, w.v, nullptr, x);
@@ -58,7 +58,7 @@ Acts lower_values(const Rwkv7Mixer& m, const Rwkv7Weights& w, LayerContext& laye
   lower_activation(layer, Activation::Sigmoid, values, share);
   lower_elementwise(
       layer,
-      {.function = Elementwise::Function::Blend, .y = layer.first_values, .z = share},
+      {.function = Elementwise::Function::Blend, .y = layer.lanes.first_values, .z = share},
       values, v);
   return v;
 }

@@ -11,6 +11,7 @@ namespace weir {
 
 inline constexpr int32_t kDimMax = 1 << 20;     // of any vector of a layer
 inline constexpr int32_t kHeadDimMax = 1 << 10;
+inline constexpr int32_t kLayersMax = 4096;
 
 // model_type delta_net, gated_deltanet, and kda or gdn2, which share their keys.
 DeltaMixer read_delta_net(ConfigReader& reader, int32_t dim);
@@ -29,6 +30,9 @@ Mamba2Mixer read_mamba2(ConfigReader& reader, int32_t dim);
 Rwkv7Mixer read_rwkv7(ConfigReader& reader, int32_t dim);
 CombaMixer read_comba(ConfigReader& reader);
 Mixer read_gated_deltaproduct(ConfigReader& reader);  // a DeltaMixer when it updates once a token
+
+// model_type weir: all layers, whose kinds may differ.
+void read_weir_layers(ConfigReader& reader, ModelSpec& spec);
 
 // model_type transformer.
 AttentionMixer read_transformer(ConfigReader& reader, int32_t dim);

@@ -13,12 +13,12 @@ namespace {
 using nlohmann::json;
 
 constexpr size_t kConfigBytesMax = 16 << 20;
-constexpr int32_t kLayersMax = 4096;
 
 // What is served: how a type's mixer is read, and what a silent config.json means for it.
 struct ServedType {
   const char* name;
-  Mixer (*read)(ConfigReader& reader, int32_t dim);
+  Mixer (*read)(ConfigReader& reader, int32_t dim) = nullptr;
+  void (*read_layers)(ConfigReader& reader, ModelSpec& spec) = nullptr;  // in place of `read`
   int32_t layers = 24;
   double norm_eps = 1e-6;
   double hidden_ratio = 4;     // of the MLP; 0: there is none
@@ -26,6 +26,7 @@ struct ServedType {
   bool depth_residual = true;  // takes `attnres_block_size`
   TensorNames names = TensorNames::Fla;
   Mlp::Kind mlp = Mlp::Kind::Gated;
+  bool bos = true;             // prompts begin with token 1
 };
 constexpr std::array kServed = {
     ServedType{
@@ -85,6 +86,7 @@ constexpr std::array kServed = {
                .attention = false,
                .depth_residual = false,
                .names = TensorNames::Mamba},
+    ServedType{.name = "weir", .read_layers = read_weir_layers, .norm_eps = 1e-5, .bos = false},
 };
 
 // Types of the flash-linear-attention family, and its neighbours, that are known and not served.
@@ -197,10 +199,11 @@ std::optional<DepthResidual> read_depth_residual(ConfigReader& reader, const Ser
   return DepthResidual{.block = block, .eps = norm_eps};
 }
 
-void read_special_tokens(ConfigReader& reader, ModelSpec& spec) {
+void read_special_tokens(ConfigReader& reader, bool usual_bos, ModelSpec& spec) {
   const int32_t last = spec.vocab - 1;
   const std::string expected = absl::StrCat("a token id from 0 to ", last);
-  const bool no_bos = reader.find("bos_token_id") && !reader.is_set("bos_token_id");
+  const bool silent = !reader.find("bos_token_id");
+  const bool no_bos = silent ? !usual_bos : !reader.is_set("bos_token_id");
   spec.bos = no_bos ? -1 : reader.integer("bos_token_id", std::min(1, last), 0, last);
 
   const json* eos = reader.find("eos_token_id");
@@ -241,7 +244,11 @@ ModelSpec read_model(ConfigReader& reader) {
     spec.embedding_norm = reader.boolean("norm_first", true);
   }
   spec.tied_embeddings = reader.boolean("tie_word_embeddings", false);
-  read_special_tokens(reader, spec);
+  read_special_tokens(reader, type->bos, spec);
+  if (type->read_layers != nullptr) {
+    type->read_layers(reader, spec);
+    return spec;
+  }
 
   const int32_t layers = reader.integer("num_hidden_layers", type->layers, 1, kLayersMax);
   LayerSpec layer{.mixer = type->read(reader, spec.dim)};

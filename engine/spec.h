@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/delta_mix.h"
+#include "kernels/route_signal.h"
 
 namespace weir {
 
@@ -28,21 +29,25 @@ enum class Strength : uint8_t {
   One,              // beta = 1
   Beta,             // one number a value head
   EraseWrite,       // Gated DeltaNet-2: an erase vector over keys, a write vector over values
+  Additive,         // nothing is erased: additive linear attention
 };
 enum class OutputGate : uint8_t {
   None,
   Silu,             // silu(g_proj x)
   LowRankSigmoid,   // sigmoid(g_proj.1 (g_proj.0 x) + bias)
+  LowRankSilu,      // the same with silu
 };
 
 // DeltaNet, Gated DeltaNet, KDA, Gated DeltaNet-2: one state matrix for each value head.
 struct DeltaMixer {
   int32_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;
   DecayGate decay = DecayGate::PerHead;
+  bool full_rank_decay = false;       // a decay of each channel comes from one matrix, a_proj
   float lower_bound = 0;              // < 0: the bounded decay gate
   Strength strength = Strength::Beta;
   bool negative_eigenvalues = false;  // beta in (0, 2)
   OutputGate output_gate = OutputGate::Silu;
+  bool gates_read_residual = false;   // the low-rank maps read x before the layer's norm
   Activation qk_activation = Activation::Silu;
   QkNorm qk_norm = QkNorm::L2;
   std::optional<ShortConv> conv = ShortConv{};
@@ -190,9 +195,44 @@ struct Mlp {
   Kind kind = Kind::Gated;
 };
 
+// Cross-layer routing (arXiv 2607.07953), inside one token. A recurrent layer emits the residual u
+// of its write, beta (v - what the state recalls); what lower layers emitted may change its values.
+struct ErrorRoute {
+  enum class Mode : uint8_t {
+    Latest,   // the nearest lower layer's
+    Mean,     // of all lower ones
+    Softmax,  // weighed by a learned query
+    Attend,   // likewise, the layer's own values among them: they are replaced by the mix
+  };
+  enum class Gamma : uint8_t { Scalar, PerHead, PerChannel, FromValues };
+
+  Mode mode = Mode::Latest;
+  Gamma gamma = Gamma::Scalar;      // with Attend: of the values' own bias, PerHead or FromValues
+  bool normalize = false;
+  bool to_values = true, to_answers = false;
+  float eps = 1e-6f;
+  int32_t sources = 0;              // lower layers that emit
+};
+// After the MLP, projected into the residual stream: something that the layer has computed.
+struct HiddenRoute {
+  enum class Signal : uint8_t { Error, Value, GatedValue, Both, Self };
+
+  Signal signal = Signal::Value;
+  int32_t rank = 0;                 // 0: one matrix; otherwise the inner width of two
+  bool normalize = false;
+
+  bool reads_values() const { return signal != Signal::Error && signal != Signal::Self; }
+  bool reads_errors() const { return signal != Signal::Value && signal != Signal::Self; }
+};
+struct Route {
+  std::optional<ErrorRoute> error;
+  std::optional<HiddenRoute> hidden;
+};
+
 struct LayerSpec {
   Mixer mixer;
   std::optional<Mlp> mlp;
+  Route route;                      // only with a DeltaMixer
 };
 
 // Attention residuals: in place of a residual stream, each half of a layer (mixer, MLP) and the
@@ -201,6 +241,8 @@ struct LayerSpec {
 struct DepthResidual {
   int32_t block = 1;
   float eps = 1e-6f;  // of the norm of a source before it meets a query
+  // That norm has a gain. Without gains layer 0's mixer, which has one source, has no query either.
+  bool gains = true;
 };
 
 // How a checkpoint names its tensors.

@@ -248,8 +248,10 @@ void bind_norm(const ModelSpec& spec, const std::string& name, WeightReader& rea
 
 // The query of one mix over depth. A source is normed with a gain before it meets the query, which
 // is the same as a query multiplied with the gain.
-const float* bind_depth(const std::string& prefix, int32_t dim, WeightReader& reader) {
+const float* bind_depth(const DepthResidual& depth, const std::string& prefix, int32_t dim,
+                        WeightReader& reader) {
   std::vector<float> query = reader.numbers(prefix + "_proj.weight", {dim});
+  if (!depth.gains) return reader.keep(std::move(query));
   const std::vector<float> gain = reader.numbers(prefix + "_norm.weight", {dim});
   for (size_t i = 0; i < std::min(query.size(), gain.size()); ++i) query[i] *= gain[i];
   return reader.keep(std::move(query));
@@ -264,6 +266,7 @@ LayerWeights bind_layer(const ModelSpec& model, const LayerSpec& spec, const Nam
         return bind_weights(mixer, model.dim, prefix + names.mixer, reader);
       },
       spec.mixer);
+  layer.route = bind_route(spec, model.dim, prefix, reader);
   if (!spec.mlp) return layer;
   bind_norm(model, prefix + names.mlp_norm, reader, layer.mlp_norm, layer.mlp_norm_bias);
   bind_mlp(*spec.mlp, model.dim, prefix + names.mlp, reader, layer);
@@ -293,6 +296,7 @@ void check_stored_head(const ModelSpec& spec, const Safetensors& files, WeightRe
 ModelWeights bind_model(const ModelSpec& spec, WeightReader& reader) {
   ModelWeights weights;
   const Names names = names_of(spec.names);
+  const std::optional<DepthResidual>& depth = spec.depth_residual;
   weights.embedding = reader.matrix(names.embedding, spec.vocab, spec.dim);
   if (spec.embedding_norm) {
     bind_norm(spec, absl::StrCat(names.layers, "0.pre_norm"), reader, weights.embedding_norm,
@@ -301,12 +305,15 @@ ModelWeights bind_model(const ModelSpec& spec, WeightReader& reader) {
   for (size_t i = 0; i < spec.layers.size(); ++i) {
     const std::string prefix = absl::StrCat(names.layers, i, ".");
     weights.layers.push_back(bind_layer(spec, spec.layers[i], names, prefix, reader));
-    if (!spec.depth_residual) continue;
-    weights.layers.back().mixer_depth = bind_depth(prefix + "attn_res", spec.dim, reader);
-    weights.layers.back().mlp_depth = bind_depth(prefix + "mlp_res", spec.dim, reader);
+    if (!depth) continue;
+    LayerWeights& layer = weights.layers.back();
+    if (i > 0 || depth->gains) {
+      layer.mixer_depth = bind_depth(*depth, prefix + "attn_res", spec.dim, reader);
+    }
+    layer.mlp_depth = bind_depth(*depth, prefix + "mlp_res", spec.dim, reader);
   }
   bind_norm(spec, names.norm, reader, weights.norm, weights.norm_bias);
-  if (spec.depth_residual) weights.depth = bind_depth("model.res", spec.dim, reader);
+  if (depth) weights.depth = bind_depth(*depth, "model.res", spec.dim, reader);
   weights.head = spec.tied_embeddings ? weights.embedding
                                       : reader.matrix("lm_head.weight", spec.vocab, spec.dim);
   weights.bytes = reader.bytes();

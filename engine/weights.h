@@ -21,14 +21,14 @@ struct DeltaWeights {
   Matrix q, k, v;
   const float *conv_q = nullptr, *conv_k = nullptr, *conv_v = nullptr;  // [channels, width]
   const float *conv_q_bias = nullptr, *conv_k_bias = nullptr, *conv_v_bias = nullptr;
-  Matrix a;                       // DecayGate::PerHead: [value_heads, dim]
-  Matrix f0, f1;                  // the low-rank decay map of the per-channel gates
+  Matrix a;                       // the full-rank decay map: [numbers a token, dim]
+  Matrix f0, f1;                  // the low-rank one of the per-channel gates
   const float* decay_a = nullptr; // exp(A_log)
   const float* dt_bias = nullptr;
   Matrix b;                       // beta logits, or erase logits with Strength::EraseWrite
   Matrix w;                       // write logits
   Matrix g;                       // OutputGate::Silu
-  Matrix g0, g1;                  // OutputGate::LowRankSigmoid
+  Matrix g0, g1;                  // the low-rank output gates
   const float* g1_bias = nullptr;
   const float* norm = nullptr;    // [value_dim]
   Matrix o;
@@ -159,9 +159,22 @@ using MixerWeights = std::variant<DeltaWeights, AttentionWeights, SwilaWeights, 
                                   Mamba2Weights, EraseWeights, Rwkv7Weights,
                                   MomWeights>;
 
+// See Route and the ops that it becomes.
+struct RouteWeights {
+  const float* gamma = nullptr;        // [value_heads * value_dim], whatever its kind
+  const float* gate_weight = nullptr;  // [value_dim], with gate_bias [1]: Gamma::FromValues
+  const float* gate_bias = nullptr;
+  const float* query = nullptr;        // [value_heads * value_dim]
+  const float* self_bias = nullptr;    // [value_heads]
+  const float* signal_gate = nullptr;  // [2]
+  const float* ones = nullptr;         // the gain of a signal's norm, which has none
+  Matrix down, proj;                   // down only with a rank
+};
+
 struct LayerWeights {
   const float* mixer_norm = nullptr;  // [dim]
   MixerWeights mixer;
+  RouteWeights route;
   const float* mlp_norm = nullptr;    // [dim]; this and below only with an Mlp
   Matrix gate, up, down;              // no gate with Mlp::Kind::ShiftedSquare
   const float* mlp_mix = nullptr;     // [dim]; of its token shift

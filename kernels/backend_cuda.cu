@@ -202,6 +202,11 @@ const char* CudaBackend::unserved(const Program& program) const {
         },
         op);
     if (!served) return name(op);
+    const auto* mix = std::get_if<DeltaMix>(&op);
+    if (mix == nullptr) continue;
+    if (mix->values_ready || mix->emits) return "delta_mix, cross-layer routing";
+    if (!mix->erases) return "delta_mix, additive memory";
+    if (mix->qk_norm == QkNorm::L2Max) return "delta_mix, norm l2_max";
   }
   return nullptr;
 }

@@ -51,6 +51,10 @@ Cost cost_of(const FeatureMap& op) {
           .flops = vectors * (2 * maps * dim * dim + dim)};
 }
 
+Cost cost_of(const HeadDot& op) {
+  return {.flops = 2 * size_t(op.tokens) * size_t(op.heads) * size_t(op.dim)};
+}
+
 Cost cost_of(const HeadNorm& op) {
   return {.flops = 6 * size_t(op.tokens) * size_t(op.groups) * size_t(op.dim)};
 }
@@ -122,6 +126,14 @@ Cost cost_of(const Swiglu& op) {
   return {.flops = 6 * size_t(op.tokens) * size_t(op.dim)};
 }
 
+Cost cost_of(const ValueRoute& op) {
+  return {.flops = size_t(op.tokens) * size_t(op.heads) * size_t(op.dim) * (size_t(op.count) + 4)};
+}
+
+Cost cost_of(const RouteSignal& op) {
+  return {.flops = 5 * size_t(op.tokens) * size_t(op.heads) * size_t(op.dim)};
+}
+
 Cost cost_of(const Gather&) { return {}; }
 
 Cost cost_of(const Sample& op) {
@@ -139,6 +151,7 @@ const char* name_of(const Rotary&) { return "rotary"; }
 const char* name_of(const Elementwise&) { return "elementwise"; }
 const char* name_of(const EraseStep&) { return "erase_step"; }
 const char* name_of(const FeatureMap&) { return "feature_map"; }
+const char* name_of(const HeadDot&) { return "head_dot"; }
 const char* name_of(const HeadNorm&) { return "head_norm"; }
 const char* name_of(const OuterStep&) { return "outer_step"; }
 const char* name_of(const SwilaMix&) { return "swila_mix"; }
@@ -147,6 +160,8 @@ const char* name_of(const DepthAttention&) { return "depth_attention"; }
 const char* name_of(const MemoryRoute&) { return "memory_route"; }
 const char* name_of(const MemoryMerge&) { return "memory_merge"; }
 const char* name_of(const Swiglu&) { return "swiglu"; }
+const char* name_of(const ValueRoute&) { return "value_route"; }
+const char* name_of(const RouteSignal&) { return "route_signal"; }
 const char* name_of(const Gather&) { return "gather"; }
 const char* name_of(const Sample&) { return "sample"; }
 

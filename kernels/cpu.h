@@ -23,6 +23,7 @@ void run(const TokenShift& op, const Context& context);
 void run(const Rotary& op, const Context& context);
 void run(const Elementwise& op, const Context& context);
 void run(const FeatureMap& op, const Context& context);
+void run(const HeadDot& op, const Context& context);
 void run(const HeadNorm& op, const Context& context);
 void run(const OuterStep& op, const Context& context);
 void run(const MemoryRoute& op, const Context& context);
@@ -33,6 +34,8 @@ void run(const SwilaMix& op, const Context& context);
 void run(const Attention& op, const Context& context);
 void run(const DepthAttention& op, const Context& context);
 void run(const Swiglu& op, const Context& context);
+void run(const ValueRoute& op, const Context& context);
+void run(const RouteSignal& op, const Context& context);
 void run(const Gather& op, const Context& context);
 void run(const Sample& op, const Context& context);
 

@@ -4,7 +4,8 @@
 namespace weir {
 
 enum class Decay : uint8_t { None, PerHead, PerChannel };
-enum class QkNorm : uint8_t { L2, Sum };
+// L2Max: x / max(|x|, 1e-6), as the PyTorch forms of the Megatron family normalise.
+enum class QkNorm : uint8_t { L2, Sum, L2Max };
 
 // A whole delta-rule mixer between its in- and out-projection, for every token of every row, in
 // place on the row's slot. Serves DeltaNet (arXiv 2406.06484), Gated DeltaNet (2412.06464), Kimi
@@ -17,8 +18,9 @@ enum class QkNorm : uint8_t { L2, Sum };
 //   S       = S diag(exp g)                                  S is [value_dim, key_dim]
 //   u       = beta * (v - S k)                               beta = beta_scale * sigmoid(.)
 //             write * v - S (erase * k)                      when erase is set (Gated DeltaNet-2)
+//             v                                              when nothing erases: additive memory
 //   S       = S + u k'
-//   o       = S q / sqrt(key_dim)
+//   o       = S q / sqrt(key_dim) [+ answer_add]
 //   out     = rms(o) * norm_weight [* gate_act(gate)]        per value head, over value_dim
 //
 // Value head j reads key head j * key_heads / value_heads.
@@ -48,6 +50,7 @@ struct DeltaMix {
 
   Acts beta;                         // [tokens, value_heads] logits; null: beta = beta_scale
   float beta_scale = 1;              // 2 allows negative eigenvalues; applies to erase too
+  bool erases = true;                // false: no beta, erase or write is read
   Acts erase;                        // [tokens, key_heads * key_dim] logits, or null
   Acts write;                        // [tokens, value_heads * value_dim] logits; set with erase
 
@@ -57,9 +60,16 @@ struct DeltaMix {
   Acts gate;                           // [tokens, value_heads * value_dim], or null: no gate
   Activation gate_activation = Activation::Silu;
 
+  // Cross-layer routing (arXiv 2607.07953) reads and changes what is inside a layer.
+  bool values_ready = false;  // v is convolved and activated already; its history is not ours
+  bool emits = false;         // writes u, of which later layers or the residual stream take
+  Acts emitted;               // [tokens, value_heads * value_dim], when emits
+  Acts answer_add;            // the same shape, or null
+
   Acts out;           // [tokens, value_heads * value_dim]
   SlotState state;    // [value_heads, value_dim, key_dim]
-  SlotState history;  // [conv_width - 1, q channels | k channels | v channels], oldest first
+  // [conv_width - 1, q channels | k channels | v channels], oldest first; v's only when it is ours
+  SlotState history;
 };
 
 }  // namespace weir

@@ -10,6 +10,15 @@
 namespace weir::cpu {
 namespace {
 
+double key_scale(QkNorm norm, double sum, double squares) {
+  switch (norm) {
+    case QkNorm::L2: return l2_scale(squares);
+    case QkNorm::L2Max: return l2_max_scale(squares);
+    case QkNorm::Sum: return 1 / sum;
+  }
+  WEIR_UNREACHABLE("a norm of queries and keys without a formula");
+}
+
 // One head's q or k: activated, then normalised.
 std::vector<double> plain_key(const DeltaMix& op, const ConvStream& stream, int32_t t,
                               int64_t key_head) {
@@ -21,7 +30,7 @@ std::vector<double> plain_key(const DeltaMix& op, const ConvStream& stream, int3
     sum += one;
     squares += one * one;
   }
-  const double scale = op.qk_norm == QkNorm::L2 ? l2_scale(squares) : 1 / sum;
+  const double scale = key_scale(op.qk_norm, sum, squares);
   for (double& one : x) one *= scale;
   return x;
 }
@@ -56,6 +65,17 @@ void plain_out(const DeltaMix& op, int64_t token, int64_t value_head,
   }
 }
 
+// beta (v - recalled), or what stands in its place.
+double write_residual(const DeltaMix& op, int64_t token, int64_t value_head, int64_t j, double v,
+                      double recalled) {
+  if (!op.erases) return v;
+  if (op.erase) {
+    return sigmoid(double(op.write.at(token)[value_head * op.value_dim + j])) * v - recalled;
+  }
+  const double gate = op.beta ? sigmoid(double(op.beta.at(token)[value_head])) : 1.0;
+  return double(op.beta_scale) * gate * (v - recalled);
+}
+
 // One token of one value head, as the header's formulas read.
 void plain_step(const DeltaMix& op, const DeltaStreams& in, const RowRun& row, int32_t t,
                 int64_t value_head) {
@@ -64,13 +84,12 @@ void plain_step(const DeltaMix& op, const DeltaStreams& in, const RowRun& row, i
   float* const S = op.state.at(row.slot) + value_head * state_floats(op);
   const std::vector<double> q = plain_key(op, in.q, t, key_head);
   const std::vector<double> k = plain_key(op, in.k, t, key_head);
-  const double beta_gate = op.beta ? sigmoid(double(op.beta.at(token)[value_head])) : 1.0;
-  const double beta = double(op.beta_scale) * beta_gate;
 
   plain_decay(op, token, value_head, S);
   std::vector<double> o(size_t(V), 0.0);
   for (int64_t j = 0; j < V; ++j) {
-    const double v = activate(Activation::Silu, in.v.output(t, value_head * V + j));
+    const double v = activate(op.values_ready ? Activation::None : Activation::Silu,
+                              in.v.output(t, value_head * V + j));
     double recalled = 0;
     for (int64_t i = 0; i < K; ++i) {
       const double erase =
@@ -78,13 +97,13 @@ void plain_step(const DeltaMix& op, const DeltaStreams& in, const RowRun& row, i
                    : 1.0;
       recalled += double(S[j * K + i]) * erase * k[size_t(i)];
     }
-    const double u = op.erase
-                         ? sigmoid(double(op.write.at(token)[value_head * V + j])) * v - recalled
-                         : beta * (v - recalled);
+    const double u = write_residual(op, token, value_head, j, v, recalled);
+    if (op.emits) op.emitted.at(token)[value_head * V + j] = float(u);
     for (int64_t i = 0; i < K; ++i) {
       S[j * K + i] = float(double(S[j * K + i]) + u * k[size_t(i)]);
       o[size_t(j)] += double(S[j * K + i]) * q[size_t(i)] / std::sqrt(double(K));
     }
+    if (op.answer_add) o[size_t(j)] += double(op.answer_add.at(token)[value_head * V + j]);
   }
   plain_out(op, token, value_head, o);
 }

@@ -136,9 +136,12 @@ void KeyHead::prepare_key(const Conv& conv, int32_t t, float scale, float* x) co
   const int64_t K = op_.key_dim;
   convolve(conv, t, 0, x, K);
   simd_.activate(op_.qk_activation, x, K);
-  const float norm = op_.qk_norm == QkNorm::L2
-                         ? 1.0f / std::sqrt(simd_.squares(x, K) + 1e-6f)
-                         : 1.0f / simd_.sum(x, K);
+  float norm = 0;
+  switch (op_.qk_norm) {
+    case QkNorm::L2: norm = 1.0f / std::sqrt(simd_.squares(x, K) + 1e-6f); break;
+    case QkNorm::L2Max: norm = 1.0f / std::max(std::sqrt(simd_.squares(x, K)), 1e-6f); break;
+    case QkNorm::Sum: norm = 1.0f / simd_.sum(x, K); break;
+  }
   simd_.scale(x, norm * scale, K);
 }
 
@@ -161,8 +164,10 @@ void KeyHead::prepare_value_head(int64_t value_head, int32_t t, int32_t i) const
     if (channels == 1) std::fill_n(decay, K, decay[0]);
   }
   convolve(v_, t, (value_head - key_head_ * group()) * V, v, V);
-  simd_.activate(Activation::Silu, v, V);
-  if (op_.erase) {
+  if (!op_.values_ready) simd_.activate(Activation::Silu, v, V);
+  if (!op_.erases) {
+    std::fill_n(erase, K, 0.0f);
+  } else if (op_.erase) {
     std::copy_n(op_.erase.at(token) + key_head_ * K, K, erase);
     simd_.activate(Activation::Sigmoid, erase, K);
     simd_.scale(erase, op_.beta_scale, K);
@@ -186,6 +191,10 @@ void KeyHead::prepare_value_head(int64_t value_head, int32_t t, int32_t i) const
 
 void KeyHead::finish(int64_t value_head, int32_t t, int32_t i) const {
   const int64_t V = op_.value_dim, token = row_.begin + t, at = value_head * V;
+  if (op_.answer_add) {
+    const float* const add = op_.answer_add.at(token) + at;
+    for (int64_t j = 0; j < V; ++j) x_.out[i * V + j] += add[j];
+  }
   if (!op_.norm_output) {
     std::copy_n(x_.out + i * V, V, op_.out.at(token) + at);
     return;
@@ -222,7 +231,9 @@ void KeyHead::run() {
                    .decay = x_.decay,
                    .erase = x_.erase,
                    .v = x_.v,
-                   .out = x_.out});
+                   .out = x_.out,
+                   .emitted = op_.emits ? op_.emitted.at(row_.begin + begin) + head * V : nullptr,
+                   .emitted_stride = op_.emitted.stride});
       for (int32_t i = 0; i < tokens; ++i) finish(head, begin + i, i);
     }
   }

@@ -4,7 +4,8 @@
 
 namespace weir {
 
-// A row's three convolutions. Their history entries lie side by side.
+// A row's three convolutions. Their history entries lie side by side. Values that are ready have
+// none.
 struct DeltaStreams {
   ConvStream q, k, v;
 };
@@ -12,19 +13,21 @@ struct DeltaStreams {
 inline DeltaStreams delta_streams(const DeltaMix& op, const RowRun& row) {
   const int64_t keys = int64_t(op.key_heads) * op.key_dim;
   const int64_t values = int64_t(op.value_heads) * op.value_dim;
-  const auto stream = [&](const Acts& in, const float* taps, const float* bias, int64_t at) {
-    ConvStream made{.width = op.conv_width, .taps = taps, .bias = bias,
+  const auto stream = [&](const Acts& in, int32_t width, const float* taps, const float* bias,
+                          int64_t at) {
+    ConvStream made{.width = width, .taps = taps, .bias = bias,
                     .in = {in.at(row.begin), in.stride}};
-    if (op.conv_width > 1) {
+    if (width > 1) {
       made.history = op.history.at(row.slot) + at;
-      made.history_stride = 2 * keys + values;
+      made.history_stride = 2 * keys + (op.values_ready ? 0 : values);
       made.fresh = row.fresh();
     }
     return made;
   };
-  return {.q = stream(op.q, op.conv_q, op.conv_q_bias, 0),
-          .k = stream(op.k, op.conv_k, op.conv_k_bias, keys),
-          .v = stream(op.v, op.conv_v, op.conv_v_bias, 2 * keys)};
+  const int32_t width = op.conv_width;
+  return {.q = stream(op.q, width, op.conv_q, op.conv_q_bias, 0),
+          .k = stream(op.k, width, op.conv_k, op.conv_k_bias, keys),
+          .v = stream(op.v, op.values_ready ? 0 : width, op.conv_v, op.conv_v_bias, 2 * keys)};
 }
 
 inline int64_t state_floats(const DeltaMix& op) { return int64_t(op.value_dim) * op.key_dim; }

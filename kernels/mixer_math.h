@@ -48,6 +48,11 @@ inline double log_decay(double x, double a, double lower_bound) {
 // 1 / sqrt(sum x^2 + 1e-6): zeros stay zeros.
 inline double l2_scale(double sum_of_squares) { return 1 / std::sqrt(sum_of_squares + 1e-6); }
 
+// 1 / max(|x|, 1e-6): the other form of it.
+inline double l2_max_scale(double sum_of_squares) {
+  return 1 / std::fmax(std::sqrt(sum_of_squares), 1e-6);
+}
+
 inline double rms_scale(double sum_of_squares, int32_t dim, double eps) {
   return 1 / std::sqrt(sum_of_squares / dim + eps);
 }

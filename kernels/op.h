@@ -10,6 +10,7 @@
 #include "kernels/erase_step.h"
 #include "kernels/feature_map.h"
 #include "kernels/gather.h"
+#include "kernels/head_dot.h"
 #include "kernels/head_norm.h"
 #include "kernels/linear.h"
 #include "kernels/memory_merge.h"
@@ -17,18 +18,21 @@
 #include "kernels/outer_step.h"
 #include "kernels/rms_norm.h"
 #include "kernels/rotary.h"
+#include "kernels/route_signal.h"
 #include "kernels/sample.h"
 #include "kernels/conv1d.h"
 #include "kernels/swiglu.h"
 #include "kernels/swila_mix.h"
 #include "kernels/token_shift.h"
+#include "kernels/value_route.h"
 
 namespace weir {
 
 // Everything a backend can be asked to do, as plain data. A step is a list of these.
 using Op = std::variant<Embed, RmsNorm, Linear, Conv1d, TokenShift, Rotary, Elementwise,
                         FeatureMap, HeadNorm, DeltaMix, EraseStep, SwilaMix, OuterStep, Attention,
-                        DepthAttention, MemoryRoute, MemoryMerge, Swiglu, Gather, Sample>;
+                        DepthAttention, MemoryRoute, MemoryMerge, Swiglu, HeadDot, ValueRoute,
+                        RouteSignal, Gather, Sample>;
 using Program = std::vector<Op>;
 
 // The floor of an op: each input read once, each output written once; multiply and add count two.

@@ -23,6 +23,8 @@ struct DeltaBlock {
   const float* remove = nullptr;             // or null
   const float* v = nullptr;                  // [tokens, value_stride]
   float* out = nullptr;                      // [tokens, value_stride]
+  float* emitted = nullptr;                  // [tokens, emitted_stride]: u, or null
+  int64_t emitted_stride = 0;
 };
 
 // exp of the log decay: g = -a softplus(x + bias), or lower_bound * sigmoid(a (x + bias)).

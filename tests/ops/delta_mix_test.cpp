@@ -26,6 +26,7 @@ class Machine {
     for (const DeltaSequence& s : sequences) {
       out_.push_back(std::vector<float>(size_t(s.tokens) * size_t(config.values()), kNan));
     }
+    emitted_ = out_;
   }
 
   void step(const std::vector<Piece>& pieces) {
@@ -56,11 +57,17 @@ class Machine {
     if (c_.erase) op.write = write.acts();
     if (c_.gate) op.gate = gate.acts();
     op.out = out.acts();
+    StepActs add = gathered(c_.routed ? c_.values() : 0, &DeltaSequence::answer_add);
+    StepActs emitted(tokens, c_.values());
+    if (c_.routed) op.answer_add = add.acts();
+    if (c_.routed) op.emitted = emitted.acts();
     backend_->run({op});
-    scatter(pieces, out);
+    scatter(pieces, out, out_);
+    if (c_.routed) scatter(pieces, emitted, emitted_);
   }
 
   const std::vector<float>& out(size_t sequence) const { return out_[sequence]; }
+  const std::vector<float>& emitted(size_t sequence) const { return emitted_[sequence]; }
   std::vector<float> state(size_t sequence) const {
     const float* const at = memory_.data() + slot_of_[sequence] * stride_;
     return {at, at + c_.state_floats()};
@@ -79,8 +86,10 @@ class Machine {
                 .qk_activation = c_.qk_activation, .qk_norm = c_.qk_norm, .decay = c_.decay,
                 .decay_heads = c_.decay_heads, .decay_a = p_.decay_a.data(),
                 .dt_bias = p_.dt_bias.data(), .lower_bound = c_.lower_bound,
-                .beta_scale = c_.beta_scale, .norm_weight = p_.norm.data(), .norm_eps = kNormEps,
-                .gate_activation = c_.gate_activation, .state = {memory_.data(), stride_}};
+                .beta_scale = c_.beta_scale, .erases = c_.erases,
+                .norm_weight = p_.norm.data(), .norm_eps = kNormEps,
+                .gate_activation = c_.gate_activation, .values_ready = c_.routed,
+                .emits = c_.routed, .state = {memory_.data(), stride_}};
     if (c_.conv_width > 0) {
       op.conv_q = p_.conv_q.data();
       op.conv_k = p_.conv_k.data();
@@ -96,7 +105,8 @@ class Machine {
   }
 
   // Outputs to their sequences; padding rows and the gaps must still be NaN.
-  void scatter(const std::vector<Piece>& pieces, StepActs& out) {
+  void scatter(const std::vector<Piece>& pieces, StepActs& out,
+               std::vector<std::vector<float>>& to) {
     int64_t t = 0;
     for (const Piece& piece : pieces) {
       for (int32_t i = 0; i < piece.count; ++i, ++t) {
@@ -105,7 +115,7 @@ class Machine {
           if (piece.sequence < 0 || j >= c_.values()) {
             ASSERT_TRUE(std::isnan(from[j]));
           } else {
-            out_[size_t(piece.sequence)][size_t((piece.first + i) * c_.values() + j)] = from[j];
+            to[size_t(piece.sequence)][size_t((piece.first + i) * c_.values() + j)] = from[j];
           }
         }
       }
@@ -119,7 +129,7 @@ class Machine {
   int64_t stride_;
   std::vector<Slot> slot_of_;
   std::vector<float> memory_;
-  std::vector<std::vector<float>> out_;
+  std::vector<std::vector<float>> out_, emitted_;
 };
 
 struct Setting {
@@ -184,6 +194,11 @@ std::vector<DeltaConfig> configs() {
        .qk_activation = Activation::Relu},
       {.name = "width 11, bias", .key_dim = 1, .conv_width = 11, .conv_bias = true,
        .qk_activation = Activation::None},
+      {.name = "additive", .decay = Decay::None, .gate = false, .erases = false},
+      {.name = "decaying and additive", .conv_width = 2, .qk_norm = QkNorm::L2Max, .erases = false},
+      {.name = "routed GDN", .value_heads = 4, .value_dim = 11, .decay_heads = 4, .routed = true},
+      {.name = "routed GDN-2", .value_heads = 4, .decay = Decay::PerChannel, .erase = true,
+       .routed = true},
       {.name = "one head", .key_heads = 1, .value_heads = 1, .key_dim = 64, .value_dim = 32,
        .decay_heads = 1},
   };
@@ -200,6 +215,9 @@ void expect_reference(const Setting& setting, const CpuKind& kind, const Machine
         << setting.config.name << ", " << kind.name << ", sequence " << s;
     EXPECT_LE(relative_error(machine.state(s), answer.state), kTolerance)
         << setting.config.name << ", " << kind.name << ", state of " << s;
+    if (!setting.config.routed) continue;
+    EXPECT_LE(relative_error(machine.emitted(s), answer.emitted), kTolerance)
+        << setting.config.name << ", " << kind.name << ", residuals of " << s;
   }
 }
 
@@ -241,7 +259,9 @@ TEST(DeltaMix, CutsDoNotShow) {
         Machine cut(config, setting.parameters, setting.sequences, kind.options);
         for (const auto& step : cut_evenly(setting.lengths(), count)) cut.step(step);
         for (size_t s = 0; s < setting.sequences.size(); ++s) {
-          EXPECT_TRUE(same_bits(cut.out(s), whole.out(s)) && same_bits(cut.slot(s), whole.slot(s)))
+          EXPECT_TRUE(same_bits(cut.out(s), whole.out(s)) &&
+                      same_bits(cut.emitted(s), whole.emitted(s)) &&
+                      same_bits(cut.slot(s), whole.slot(s)))
               << config.name << ", " << kind.name << ", " << count << " at a time";
         }
       }

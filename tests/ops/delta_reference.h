@@ -23,6 +23,8 @@ struct DeltaConfig {
   float lower_bound = 0;
   bool beta = true, erase = false, gate = true;
   float beta_scale = 1;
+  bool erases = true;
+  bool routed = false;  // values are ready, residuals are emitted, something joins the answer
   Activation gate_activation = Activation::Silu;
 
   int32_t keys() const { return key_heads * key_dim; }
@@ -33,7 +35,8 @@ struct DeltaConfig {
   }
   size_t state_floats() const { return size_t(values()) * size_t(key_dim); }
   size_t history_floats() const {
-    return conv_width > 1 ? size_t(conv_width - 1) * size_t(2 * keys() + values()) : 0;
+    const size_t channels = size_t(2 * keys() + (routed ? 0 : values()));
+    return conv_width > 1 ? size_t(conv_width - 1) * channels : 0;
   }
 };
 
@@ -69,7 +72,7 @@ struct DeltaParameters {
 // The mixer's inputs for one sequence, [tokens, channels] each.
 struct DeltaSequence {
   int32_t tokens = 0;
-  std::vector<float> q, k, v, decay, beta, erase, write, gate;
+  std::vector<float> q, k, v, decay, beta, erase, write, gate, answer_add;
 
   DeltaSequence(const DeltaConfig& c, int32_t tokens, Random& random) : tokens(tokens) {
     const auto make = [&](int32_t channels) {
@@ -83,12 +86,14 @@ struct DeltaSequence {
     erase = make(c.keys());
     write = make(c.values());
     gate = make(c.values());
+    answer_add = make(c.routed ? c.values() : 0);
   }
 };
 
 struct DeltaAnswer {
-  std::vector<double> out;    // [tokens, values]
-  std::vector<double> state;  // [value_heads, value_dim, key_dim], after the last token
+  std::vector<double> out;      // [tokens, values]
+  std::vector<double> emitted;  // the same shape: u
+  std::vector<double> state;    // [value_heads, value_dim, key_dim], after the last token
 };
 
 class DeltaReference {
@@ -99,9 +104,10 @@ class DeltaReference {
   DeltaAnswer answer() const {
     DeltaAnswer answer;
     answer.out.resize(size_t(s_.tokens) * size_t(c_.values()));
+    answer.emitted = answer.out;
     for (int32_t head = 0; head < c_.value_heads; ++head) {
       std::vector<double> S(size_t(c_.value_dim) * size_t(c_.key_dim), 0.0);
-      for (int32_t t = 0; t < s_.tokens; ++t) step(t, head, S, answer.out);
+      for (int32_t t = 0; t < s_.tokens; ++t) step(t, head, S, answer);
       answer.state.insert(answer.state.end(), S.begin(), S.end());
     }
     return answer;
@@ -140,6 +146,7 @@ class DeltaReference {
       divisor += c_.qk_norm == QkNorm::Sum ? key.back() : key.back() * key.back();
     }
     if (c_.qk_norm == QkNorm::L2) divisor = std::sqrt(divisor + 1e-6);
+    if (c_.qk_norm == QkNorm::L2Max) divisor = std::fmax(std::sqrt(divisor), 1e-6);
     for (double& one : key) one /= divisor;
     return key;
   }
@@ -154,7 +161,7 @@ class DeltaReference {
     return std::exp(c_.lower_bound < 0 ? double(c_.lower_bound) * logistic(a * x) : -a * softplus);
   }
 
-  void step(int32_t t, int32_t head, Vector& S, Vector& out) const {
+  void step(int32_t t, int32_t head, Vector& S, DeltaAnswer& answer) const {
     const int32_t K = c_.key_dim, V = c_.value_dim;
     const int32_t key_head = head * c_.key_heads / c_.value_heads;
     const Vector q = key(s_.q, p_.conv_q, p_.bias_q, t, key_head);
@@ -162,35 +169,45 @@ class DeltaReference {
     const auto head_channel = size_t(t * c_.value_heads + head);
     const double beta =
         double(c_.beta_scale) * (c_.beta ? logistic(double(s_.beta[head_channel])) : 1);
-    Vector A(size_t(K) * size_t(K)), next(S.size()), o(static_cast<size_t>(V));
+    Vector A(size_t(K) * size_t(K)), E, next(S.size()), o(static_cast<size_t>(V));
     for (int32_t i = 0; i < K; ++i) {
       const double gate =
           c_.erase ? double(c_.beta_scale) *
                          logistic(double(s_.erase[size_t(t * c_.keys() + key_head * K + i)]))
                    : beta;
-      const double g = decay(t, head, i), e = gate * k[size_t(i)];
+      const double g = decay(t, head, i), e = c_.erases ? gate * k[size_t(i)] : 0;
+      E.push_back(g * e);
       for (int32_t j = 0; j < K; ++j) A[size_t(i * K + j)] = g * ((i == j) - e * k[size_t(j)]);
     }
     double squares = 0;
     for (int32_t r = 0; r < V; ++r) {
       const auto channel = size_t(t * c_.values() + head * V + r);
-      const double gate = c_.erase ? logistic(double(s_.write[channel])) : beta;
-      const double v = act(Activation::Silu,
-                           conv(s_.v, p_.conv_v, p_.bias_v, c_.values(), t, head * V + r));
+      const double gate = !c_.erases  ? 1
+                          : c_.erase ? logistic(double(s_.write[channel]))
+                                     : beta;
+      const double v = c_.routed ? double(s_.v[channel])
+                                 : act(Activation::Silu, conv(s_.v, p_.conv_v, p_.bias_v,
+                                                              c_.values(), t, head * V + r));
       double* const row = &next[size_t(r * K)];
+      answer.emitted[channel] = gate * v;
+      for (int32_t i = 0; i < K; ++i) {
+        answer.emitted[channel] -= S[size_t(r * K + i)] * E[size_t(i)];
+      }
       for (int32_t j = 0; j < K; ++j) row[j] = gate * v * k[size_t(j)];
       for (int32_t i = 0; i < K; ++i) {
         const double s = S[size_t(r * K + i)];
         for (int32_t j = 0; j < K; ++j) row[j] += s * A[size_t(i * K + j)];
       }
       for (int32_t j = 0; j < K; ++j) o[size_t(r)] += row[j] * q[size_t(j)] / std::sqrt(K);
+      if (c_.routed) o[size_t(r)] += double(s_.answer_add[channel]);
       squares += o[size_t(r)] * o[size_t(r)];
     }
     S = next;
     for (int32_t r = 0; r < V; ++r) {
       const auto channel = size_t(t * c_.values() + head * V + r);
-      out[channel] = o[size_t(r)] / std::sqrt(squares / V + 1e-5) * double(p_.norm[size_t(r)]);
-      if (c_.gate) out[channel] *= act(c_.gate_activation, double(s_.gate[channel]));
+      double& out = answer.out[channel];
+      out = o[size_t(r)] / std::sqrt(squares / V + 1e-5) * double(p_.norm[size_t(r)]);
+      if (c_.gate) out *= act(c_.gate_activation, double(s_.gate[channel]));
     }
   }
 

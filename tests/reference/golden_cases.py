@@ -16,7 +16,9 @@ class Case:
         common = {"architectures": [self.architecture], "model_type": self.type, "hidden_size": 32,
                   "num_hidden_layers": 2, "vocab_size": 64, "tie_word_embeddings": False,
                   "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
-        if self.type != "mamba2":
+        if self.type == "weir":
+            common["intermediate_size"] = 16
+        elif self.type != "mamba2":
             common |= {"intermediate_size": 16, "hidden_act": "swish", "norm_eps": 1e-2}
         return common | self.keys
 
@@ -92,6 +94,14 @@ def fox(**keys):
 def mom(**keys):
     return Case("mom", "MomForCausalLM", {"num_heads": 2, "head_dim": 8, "use_short_conv": True,
                                           "tie_word_embeddings": True} | keys)
+
+
+def weir(layer_types, dim=8, **keys):
+    sizes = {"layer_types": layer_types, "num_hidden_layers": len(layer_types), "num_heads": 4,
+             "num_kv_heads": 2, "head_dim": 6, "linear_num_key_heads": 2,
+             "linear_num_value_heads": 4, "linear_key_head_dim": dim,
+             "linear_value_head_dim": dim - 2, "tie_word_embeddings": True, "norm_eps": 1e-3}
+    return Case("weir", "WeirForCausalLM", sizes | keys)
 
 
 def stored_as(case, usual, found):
@@ -249,4 +259,28 @@ CASES = {
                                             num_hidden_layers=5, tie_word_embeddings=True),
     "transformer-norm": transformer(num_heads=2, num_kv_heads=1, qk_norm=True,
                                     tie_word_embeddings=True),
+    "weir-kinds": weir(["linear", "kda", "softmax", "gdn2", "delta", "gdn"], rope_theta=100.0,
+                       attention_output_gate=True, linear_qk_norm="l2_max",
+                       linear_conv_kernel_dim=3),
+    "weir-low-rank": weir(["gdn2", "softmax", "gdn2"], gdn2_low_rank=True,
+                          attention_residuals={"eps": 1e-4}),
+    "weir-clvr": weir(["gdn", "softmax", "delta"], route={"signal": "value"},
+                      tie_word_embeddings=False, attention_output_gate=True),
+    "weir-cler-h": weir(["delta", "gdn"], route={"signal": "error", "rank": 3, "normalize": True}),
+    "weir-cler-g": weir(["gdn", "delta"], route={"signal": "gated_value"},
+                        attention_residuals={}),
+    "weir-cler-rv": weir(["gdn", "softmax"], route={"signal": "both", "normalize": True, "rank": 5}),
+    "weir-self": weir(["softmax", "gdn"], route={"signal": "self"}),
+    "weir-cler-both": weir(["gdn", "delta", "softmax", "gdn"],
+                           cler={"gamma": "channel", "normalize": True, "site": "both",
+                                 "eps": 1e-3}),
+    "weir-cler-softmax": weir(["gdn", "softmax", "delta", "gdn"],
+                              cler={"mode": "dense_softmax", "dynamic": True, "eps": 1e-3}),
+    "weir-cler-mean": weir(["gdn", "gdn", "gdn"], attention_residuals={"eps": 1e-3},
+                           cler={"mode": "dense_mean", "site": "output", "gamma": "head"}),
+    "weir-cler-attnres": weir(["delta", "softmax", "delta", "delta"],
+                              cler={"mode": "attnres", "eps": 1e-3}),
+    "weir-cler-attnres-dynamic": weir(["gdn", "gdn", "gdn"],
+                                      cler={"mode": "attnres", "dynamic": True},
+                                      attention_residuals={"eps": 1e-3}),
 }

@@ -17,9 +17,10 @@ import numpy as np
 
 sys.dont_write_bytecode = True
 from golden_cases import CASES  # noqa: E402
-from golden_model import Model  # noqa: E402
+from golden_model import Mlp, Model  # noqa: E402
 from golden_rwkv7 import Rwkv7  # noqa: E402
 from golden_store import Random, Stored, read_safetensors, write_safetensors  # noqa: E402
+from golden_weir import WeirModel  # noqa: E402
 
 VECTORS = pathlib.Path(__file__).resolve().parent.parent / "vectors"
 PROMPT, GREEDY = 24, 12
@@ -28,6 +29,8 @@ LEAD = 2e-3
 
 
 def make_model(config, store):
+    if config["model_type"] == "weir":
+        return WeirModel(config, store, Mlp)
     return (Rwkv7 if config["model_type"] == "rwkv7" else Model)(config, store)
 
 

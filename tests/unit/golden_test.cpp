@@ -3,17 +3,20 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <random>
 
-#include "engine/model.h"
-#include "engine/runner.h"
-#include "engine/state_pool.h"
+#include "tests/unit/golden_bench.h"
 
 namespace weir {
 namespace {
+
+using test::alone;
+using test::Bench;
+using test::difference;
+using test::feed;
+using test::Sequence;
+using test::values;
 
 constexpr double kTolerance = 1e-4;
 
@@ -29,91 +32,8 @@ std::vector<std::string> folders() {
   return names;
 }
 
-template <typename T>
-std::vector<T> values(const Safetensors& file, const char* name) {
-  const TensorView* tensor = file.find(name);
-  if (!tensor) return {};
-  std::vector<T> out(tensor->data.size() / sizeof(T));
-  std::memcpy(out.data(), tensor->data.data(), tensor->data.size());
-  return out;
-}
-
-// A model with room for several sequences, and a runner on it.
-struct Bench {
-  explicit Bench(const std::string& name, CpuOptions options = {})
-      : folder(std::string(WEIR_SOURCE_DIR) + "/tests/vectors/" + name),
-        backend(make_cpu_backend(options)),
-        model(*load_model(folder, *backend)),
-        limits{.slots = 6, .pages = 6 * kPagesEach, .page_tokens = 7, .step_tokens = 96,
-               .chunk_tokens = 96, .prompt_tokens = 64, .new_tokens = 64,
-               .vocab = model.spec.vocab},
-        pool(model.spec, limits, *backend),
-        runner(model, pool, limits, *backend) {}
-
-  static constexpr int32_t kPagesEach = 10;
-
-  std::string folder;
-  std::unique_ptr<Backend> backend;
-  Model model;
-  Limits limits;
-  StatePool pool;
-  Runner runner;
-};
-
-// A sequence that is fed by hand. Its pages are not contiguous, nor in order.
-struct Sequence {
-  Sequence(Slot slot, std::vector<Token> tokens) : slot(slot), tokens(std::move(tokens)) {
-    for (int32_t i = 0; i < Bench::kPagesEach; ++i) {
-      pages.push_back((Bench::kPagesEach - 1 - i) * 6 + slot);
-    }
-  }
-  bool done() const { return fed == int32_t(tokens.size()); }
-
-  Slot slot = 0;
-  std::vector<Token> tokens;
-  std::vector<int32_t> pages;
-  int32_t fed = 0;
-  std::vector<float> logits;  // [fed, vocab]
-};
-
-// One step: the next counts[i] tokens of each sequence, all their logits kept.
-void feed(Bench& bench, const std::vector<Sequence*>& rows, const std::vector<int32_t>& counts) {
-  StepBatch batch;
-  for (size_t r = 0; r < rows.size(); ++r) {
-    Sequence& s = *rows[r];
-    batch.rows.push_back({.id = r, .slot = s.slot, .first = s.fed, .count = counts[r],
-                          .begin = int32_t(batch.tokens.size()), .pages = s.pages});
-    for (int32_t i = 0; i < counts[r]; ++i) {
-      batch.outputs.push_back({.id = r, .token = int32_t(batch.tokens.size()),
-                               .position = s.fed + i + 1});
-      batch.tokens.push_back(s.tokens[size_t(s.fed + i)]);
-    }
-  }
-  bench.runner.step(batch);
-  int32_t output = 0;
-  for (size_t r = 0; r < rows.size(); ++r) {
-    for (int32_t i = 0; i < counts[r]; ++i) {
-      const std::vector<float> one = bench.runner.logits(output++);
-      rows[r]->logits.insert(rows[r]->logits.end(), one.begin(), one.end());
-    }
-    rows[r]->fed += counts[r];
-  }
-}
-
-std::vector<float> alone(Bench& bench, const std::vector<Token>& tokens, int32_t chunk) {
-  Sequence s(3, tokens);
-  while (!s.done()) feed(bench, {&s}, {std::min(chunk, int32_t(tokens.size()) - s.fed)});
-  return s.logits;
-}
-
-double difference(const std::vector<float>& a, const std::vector<float>& b) {
-  if (a.size() != b.size()) return HUGE_VAL;
-  double worst = 0;
-  for (size_t i = 0; i < a.size(); ++i) {
-    const double gap = std::fabs(double(a[i]) - double(b[i]));
-    worst = std::isfinite(gap) ? std::max(worst, gap) : HUGE_VAL;
-  }
-  return worst;
+std::string path_of(const std::string& name) {
+  return std::string(WEIR_SOURCE_DIR) + "/tests/vectors/" + name;
 }
 
 class Golden : public testing::TestWithParam<std::string> {};
@@ -123,7 +43,7 @@ TEST_P(Golden, LogitsAgreeWithTheReference) {
                                     CpuOptions{.threads = 1, .simd = 1},
                                     CpuOptions{.plain = true}}) {
     if (options.simd == 1 && !__builtin_cpu_supports("avx2")) continue;
-    Bench bench(GetParam(), options);
+    Bench bench(path_of(GetParam()), options);
     const auto file = *Safetensors::open_file(bench.folder + "/golden.safetensors");
     const auto prompt = values<Token>(file, "prompt");
     const auto golden = values<float>(file, "logits_full");
@@ -133,7 +53,7 @@ TEST_P(Golden, LogitsAgreeWithTheReference) {
 }
 
 TEST_P(Golden, ChunksDoNotShow) {
-  Bench bench(GetParam());
+  Bench bench(path_of(GetParam()));
   const auto file = *Safetensors::open_file(bench.folder + "/golden.safetensors");
   const auto prompt = values<Token>(file, "prompt");
   const std::vector<float> whole = alone(bench, prompt, 48);
@@ -143,7 +63,7 @@ TEST_P(Golden, ChunksDoNotShow) {
 }
 
 TEST_P(Golden, AloneEqualsTogether) {
-  Bench bench(GetParam());
+  Bench bench(path_of(GetParam()));
   std::mt19937 random(11);
   const auto pick = [&](int low, int high) {
     return low + int(random() % uint32_t(high - low + 1));

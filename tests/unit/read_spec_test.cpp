@@ -226,7 +226,7 @@ TEST(ReadSpec, TypesThatAreNotServed) {
   const std::string served = "expected one of transformer, delta_net, gated_deltanet, "
                              "comba, gated_deltaproduct, "
                              "kda, gdn2, swila, gla, retnet, hgrn2, linear_attn, gsa, "
-                             "forgetting_transformer, rwkv7, mom, mamba2";
+                             "forgetting_transformer, rwkv7, mom, mamba2, weir";
   for (const char* type : {"rwkv6", "samba", "qwen3_next"}) {
     EXPECT_EQ(error_of(json{{"model_type", type}}.dump()),
               "C: model_type: " + served + "; found the string \"" + type +

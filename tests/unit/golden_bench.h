@@ -1,0 +1,106 @@
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/model.h"
+#include "engine/runner.h"
+#include "engine/state_pool.h"
+
+namespace weir::test {
+
+// Feeds sequences through a checkpoint folder by hand, as tests against golden logits do.
+
+template <typename T>
+std::vector<T> values(const Safetensors& file, const char* name) {
+  const TensorView* tensor = file.find(name);
+  if (!tensor) return {};
+  std::vector<T> out(tensor->data.size() / sizeof(T));
+  std::memcpy(out.data(), tensor->data.data(), tensor->data.size());
+  return out;
+}
+
+// A model with room for several sequences, and a runner on it.
+struct Bench {
+  explicit Bench(const std::string& folder, CpuOptions options = {})
+      : folder(folder),
+        backend(make_cpu_backend(options)),
+        model(*load_model(folder, *backend)),
+        limits{.slots = 6, .pages = 6 * kPagesEach, .page_tokens = 7, .step_tokens = 96,
+               .chunk_tokens = 96, .prompt_tokens = 64, .new_tokens = 64,
+               .vocab = model.spec.vocab},
+        pool(model.spec, limits, *backend),
+        runner(model, pool, limits, *backend) {}
+
+  static constexpr int32_t kPagesEach = 10;
+
+  std::string folder;
+  std::unique_ptr<Backend> backend;
+  Model model;
+  Limits limits;
+  StatePool pool;
+  Runner runner;
+};
+
+// A sequence that is fed by hand. Its pages are not contiguous, nor in order.
+struct Sequence {
+  Sequence(Slot slot, std::vector<Token> tokens) : slot(slot), tokens(std::move(tokens)) {
+    for (int32_t i = 0; i < Bench::kPagesEach; ++i) {
+      pages.push_back((Bench::kPagesEach - 1 - i) * 6 + slot);
+    }
+  }
+  bool done() const { return fed == int32_t(tokens.size()); }
+
+  Slot slot = 0;
+  std::vector<Token> tokens;
+  std::vector<int32_t> pages;
+  int32_t fed = 0;
+  std::vector<float> logits;  // [fed, vocab]
+};
+
+// One step: the next counts[i] tokens of each sequence, all their logits kept.
+inline void feed(Bench& bench, const std::vector<Sequence*>& rows,
+                 const std::vector<int32_t>& counts) {
+  StepBatch batch;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    Sequence& s = *rows[r];
+    batch.rows.push_back({.id = r, .slot = s.slot, .first = s.fed, .count = counts[r],
+                          .begin = int32_t(batch.tokens.size()), .pages = s.pages});
+    for (int32_t i = 0; i < counts[r]; ++i) {
+      batch.outputs.push_back({.id = r, .token = int32_t(batch.tokens.size()),
+                               .position = s.fed + i + 1});
+      batch.tokens.push_back(s.tokens[size_t(s.fed + i)]);
+    }
+  }
+  bench.runner.step(batch);
+  int32_t output = 0;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    for (int32_t i = 0; i < counts[r]; ++i) {
+      const std::vector<float> one = bench.runner.logits(output++);
+      rows[r]->logits.insert(rows[r]->logits.end(), one.begin(), one.end());
+    }
+    rows[r]->fed += counts[r];
+  }
+}
+
+inline std::vector<float> alone(Bench& bench, const std::vector<Token>& tokens, int32_t chunk) {
+  Sequence s(3, tokens);
+  while (!s.done()) feed(bench, {&s}, {std::min(chunk, int32_t(tokens.size()) - s.fed)});
+  return s.logits;
+}
+
+inline double difference(const std::vector<float>& a, const std::vector<float>& b) {
+  if (a.size() != b.size()) return HUGE_VAL;
+  double worst = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const double gap = std::fabs(double(a[i]) - double(b[i]));
+    worst = std::isfinite(gap) ? std::max(worst, gap) : HUGE_VAL;
+  }
+  return worst;
+}
+
+}  // namespace weir::test
