@@ -193,6 +193,9 @@ const char* CudaBackend::unserved(const Program& program) const {
   for (const Op& op : program) {
     const auto* const mix = std::get_if<DeltaMix>(&op);
     if (mix && !mix->norm_output) return "delta_mix without a norm of its answers";
+    if (mix && (mix->values_ready || mix->emits)) return "delta_mix with cross-layer routing";
+    if (mix && !mix->erases) return "delta_mix that erases nothing";
+    if (mix && mix->qk_norm == QkNorm::L2Max) return "delta_mix with the norm l2_max";
     const auto* const attention = std::get_if<Attention>(&op);
     if (attention && attention->forgets) return "attention with a forget gate";
     if (attention && attention->norm_per_head) return "attention with a norm for each head";
@@ -202,11 +205,6 @@ const char* CudaBackend::unserved(const Program& program) const {
         },
         op);
     if (!served) return name(op);
-    const auto* mix = std::get_if<DeltaMix>(&op);
-    if (mix == nullptr) continue;
-    if (mix->values_ready || mix->emits) return "delta_mix, cross-layer routing";
-    if (!mix->erases) return "delta_mix, additive memory";
-    if (mix->qk_norm == QkNorm::L2Max) return "delta_mix, norm l2_max";
   }
   return nullptr;
 }

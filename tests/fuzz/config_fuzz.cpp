@@ -17,13 +17,16 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   for (const weir::Token eos : spec->eos) WEIR_CHECK(eos >= 0 && eos < spec->vocab);
   for (const weir::LayerSpec& layer : spec->layers) {
     WEIR_CHECK(!layer.mlp || layer.mlp->hidden > 0);
+    const bool routed = layer.route.error || layer.route.hidden;
+    WEIR_CHECK(!routed || std::holds_alternative<weir::DeltaMixer>(layer.mixer));
     if (const auto* m = std::get_if<weir::DeltaMixer>(&layer.mixer)) {
       WEIR_CHECK(m->key_heads > 0 && m->key_dim > 0 && m->value_dim > 0);
       WEIR_CHECK(m->value_heads % m->key_heads == 0);
       WEIR_CHECK(int64_t(m->value_heads) * m->value_dim <= 1 << 20);
     } else if (const auto* m = std::get_if<weir::AttentionMixer>(&layer.mixer)) {
       WEIR_CHECK(m->head_dim > 0 && m->heads % m->kv_heads == 0);
-      WEIR_CHECK(m->heads * m->head_dim == spec->dim && m->window >= 0);
+      const bool whole = m->heads * m->head_dim == spec->dim;
+      WEIR_CHECK((whole || spec->model_type == "weir") && m->window >= 0);
     } else if (const auto* m = std::get_if<weir::MomMixer>(&layer.mixer)) {
       WEIR_CHECK(m->chosen > 0 && m->chosen <= m->memories && m->conv.width > 0);
     }

@@ -6,6 +6,7 @@
 
 A tensor of the Megatron family is a function of its name there: FNV-1a of the name seeds
 splitmix64. So no weights are stored, and any language can make the models anew; the C++ test does.
+The table is of exact weights, the file of weights rounded to float32, as a checkpoint holds them.
 """
 
 import pathlib
@@ -59,8 +60,8 @@ def tensor(name, shape):
 class Converted:
     """A store that answers in Weir's layout from hashed Megatron tensors."""
 
-    def __init__(self, config):
-        self.config = config
+    def __init__(self, config, rounded):
+        self.config, self.rounded = config, rounded
         self.keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
         self.values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
 
@@ -68,6 +69,10 @@ class Converted:
         return None
 
     def __call__(self, name, shape, **_):
+        exact = self.exact(name, shape)
+        return np.float64(np.float32(exact)).reshape(exact.shape) if self.rounded else exact
+
+    def exact(self, name, shape):
         whole = {"model.embeddings.weight": "embedding.word_embeddings.weight",
                  "model.norm.weight": "decoder.final_layernorm.weight",
                  "model.res_proj.weight": "decoder.attn_res_queries.final",
@@ -202,7 +207,7 @@ MODELS = {
 def main(arguments):
     logits = {}
     for name, config in MODELS.items():
-        answers = WeirModel(config, Converted(config), Mlp)
+        answers = WeirModel(config, Converted(config, rounded=not arguments), Mlp)
         logits[name] = np.array([answers.step(token) for token in TOKENS])
         if arguments[:1] == ["--print"]:
             last = logits[name][-1]
