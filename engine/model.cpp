@@ -30,6 +30,7 @@ absl::StatusOr<Model> load_model(const std::string& folder, Backend& backend) {
   if (!runs.ok()) return runs;
   absl::StatusOr<Safetensors> files = Safetensors::open_folder(folder);
   if (!files.ok()) return files.status();
+  adopt_stored_ranks(*files, *spec);
   absl::StatusOr<ModelWeights> weights = read_weights(*spec, *files, backend);
   if (!weights.ok()) return weights.status();
   return Model{*std::move(spec), *std::move(files), *std::move(weights)};

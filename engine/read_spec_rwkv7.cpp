@@ -49,10 +49,10 @@ Rwkv7Mixer read_rwkv7(ConfigReader& reader, int32_t dim) {
   Rwkv7Mixer mixer{.key_dim = read_head_dim(reader, dim)};
   mixer.heads = dim / mixer.key_dim;
   mixer.value_dim = read_value_dim(reader, dim, mixer.heads) / mixer.heads;
-  mixer.decay_rank = reader.integer("decay_low_rank_dim", 64, 1, kDimMax);
-  mixer.gate_rank = reader.integer("gate_low_rank_dim", 128, 1, kDimMax);
-  mixer.rate_rank = reader.integer("a_low_rank_dim", 64, 1, kDimMax);
-  mixer.value_rank = reader.integer("v_low_rank_dim", 16, 1, kDimMax);
+  mixer.decay_rank = reader.integer_or_null("decay_low_rank_dim", 64, 1, kDimMax);
+  mixer.gate_rank = reader.integer_or_null("gate_low_rank_dim", 128, 1, kDimMax);
+  mixer.rate_rank = reader.integer_or_null("a_low_rank_dim", 64, 1, kDimMax);
+  mixer.value_rank = reader.integer_or_null("v_low_rank_dim", 16, 1, kDimMax);
   mixer.fused_norm = reader.boolean("fuse_norm", true);
   return mixer;
 }

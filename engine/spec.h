@@ -163,7 +163,8 @@ struct CombaMixer {
 // rate for each channel; keys and values are written without either. Inputs are shifted in time.
 struct Rwkv7Mixer {
   int32_t heads = 0, key_dim = 0, value_dim = 0;
-  int32_t decay_rank = 0, gate_rank = 0, rate_rank = 0, value_rank = 0;  // of low-rank maps
+  // Of low-rank maps. Where config.json does not tell them they are the stored tensors'.
+  int32_t decay_rank = 0, gate_rank = 0, rate_rank = 0, value_rank = 0;
   bool first = false;       // the model's first layer: its values are mixed into all others'
   bool fused_norm = true;   // lengths of keys are sqrt(sum x^2 + 1e-6); false: without the 1e-6
 };

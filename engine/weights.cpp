@@ -323,6 +323,22 @@ ModelWeights bind_model(const ModelSpec& spec, WeightReader& reader) {
 
 }  // namespace
 
+void adopt_stored_ranks(const Safetensors& files, ModelSpec& spec) {
+  for (size_t i = 0; i < spec.layers.size(); ++i) {
+    auto* rwkv7 = std::get_if<Rwkv7Mixer>(&spec.layers[i].mixer);
+    if (rwkv7 == nullptr) continue;
+    const std::string prefix = absl::StrCat(names_of(spec.names).layers, i, ".attn.");
+    for (auto [name, rank] :
+         {std::pair("w_lora", &rwkv7->decay_rank), std::pair("g_lora", &rwkv7->gate_rank),
+          std::pair("a_lora", &rwkv7->rate_rank), std::pair("v_lora", &rwkv7->value_rank)}) {
+      const TensorView* tensor = files.find(absl::StrCat(prefix, name, ".lora.0.weight"));
+      if (tensor == nullptr || tensor->shape.size() != 2) continue;  // refused when it is read
+      if (tensor->shape[0] < 1 || tensor->shape[0] > INT32_MAX) continue;
+      *rank = int32_t(tensor->shape[0]);
+    }
+  }
+}
+
 ModelWeights weight_shapes(const ModelSpec& spec) {
   WeightReader reader;
   return bind_model(spec, reader);

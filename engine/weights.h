@@ -243,6 +243,9 @@ class WeightReader {
   size_t bytes_ = 0;
 };
 
+// Takes over what the tensors say of a model whatever its config.json says: RWKV-7's ranks.
+void adopt_stored_ranks(const Safetensors& files, ModelSpec& spec);
+
 // Every matrix of a model as a shape without data: enough to lower a step and measure it.
 ModelWeights weight_shapes(const ModelSpec& spec);
 

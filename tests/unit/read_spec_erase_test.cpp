@@ -1,9 +1,14 @@
 // What config.json says of the mixers that run as EraseStep.
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
+
 #include "absl/strings/str_cat.h"
+#include "engine/model.h"
 #include "engine/read_spec.h"
 #include "tests/unit/checkpoint_writer.h"
+#include "tests/unit/host_backend.h"
 
 namespace weir {
 namespace {
@@ -107,6 +112,29 @@ TEST(ReadSpec, Rwkv7DefaultsAndOptions) {
   EXPECT_EQ(o.key_dim, 32);
   EXPECT_EQ(o.value_dim, 16);
   EXPECT_FALSE(o.fused_norm);
+}
+
+// A rank that config.json leaves out, or has wrong, is the stored tensors'.
+TEST(ReadSpec, Rwkv7RanksAreThoseOfTheTensors) {
+  const std::string from = std::string(WEIR_SOURCE_DIR) + "/tests/vectors/random-rwkv7";
+  const test::TemporaryFolder folder;
+  std::filesystem::copy_file(from + "/model.safetensors", folder.path() + "/model.safetensors");
+  json config;
+  std::ifstream(from + "/config.json") >> config;
+  config.erase("decay_low_rank_dim");
+  config["gate_low_rank_dim"] = nullptr;
+  config["a_low_rank_dim"] = 7;
+  test::write_file(folder.path() + "/config.json", config.dump());
+  test::HostBackend backend;
+  const auto model = load_model(folder.path(), backend);
+  ASSERT_TRUE(model.ok()) << model.status();
+  for (const LayerSpec& layer : model->spec.layers) {
+    const auto& m = std::get<Rwkv7Mixer>(layer.mixer);
+    EXPECT_EQ(m.decay_rank, 3);
+    EXPECT_EQ(m.gate_rank, 5);
+    EXPECT_EQ(m.rate_rank, 4);
+    EXPECT_EQ(m.value_rank, 2);
+  }
 }
 
 TEST(ReadSpec, RefusesWhatTheseMixersCannotBe) {
