@@ -378,6 +378,7 @@ TEST(ReadWeights, NumbersThatAreNotFiniteAreRefusedInSmallTensors) {
 TEST(ReadWeights, EveryVectorLoads) {
   size_t folders = 0;
   for (const auto& entry : std::filesystem::directory_iterator(WEIR_SOURCE_DIR "/tests/vectors")) {
+    if (!entry.is_directory()) continue;  // a file of another format
     EXPECT_EQ(load(entry.path().string()).error, "") << entry.path();
     ++folders;
   }
