@@ -295,5 +295,65 @@ TEST(RoutingIdentities, FactorsAreTheirProduct) {
   EXPECT_LT(test::difference(factors, product), 5e-5);
 }
 
+// What loading a variant says when its tensors were changed.
+std::string refusal(const std::string& name,
+                    const std::function<void(test::TestTensors&)>& edit) {
+  test::TemporaryFolder folder;
+  HashedWeirModel model(config_of(name));
+  edit(model.tensors());
+  model.write(folder.path());
+  const auto backend = make_cpu_backend();
+  const auto loaded = load_model(folder.path(), *backend);
+  return loaded.ok() ? "loaded" : std::string(loaded.status().message());
+}
+
+TEST(RoutingTensors, MissingOnesAreRefusedByName) {
+  for (const auto& [variant, tensor] : std::vector<std::pair<const char*, const char*>>{
+           {"gdn-clvr", "model.layers.0.route_proj.weight"},
+           {"gdn-clvr-r4", "model.layers.4.route_proj.1.weight"},
+           {"gdn-cler-g", "model.layers.1.route_gate"},
+           {"gdn-cler-channel", "model.layers.1.attn.cler_gamma"},
+           {"gdn-cler-densesoftmax", "model.layers.3.attn.cler_query"},
+           {"gdn-cler-dyngate", "model.layers.1.attn.cler_gate.bias"},
+           {"gdn-cler-attnres", "model.layers.1.attn.cler_self_bias"},
+           {"gdn-cler-attnres-dyn", "model.layers.1.attn.cler_self_gate.weight"},
+           {"gdn-attnres", "model.layers.1.attn_res_proj.weight"},
+           {"gdn-attnres", "model.res_proj.weight"},
+           {"gdn2-lowrank-hybrid", "model.layers.0.attn.f_proj.1.weight"},
+           {"gdn-hybrid", "model.layers.2.attn.g_proj.weight"}}) {
+    const std::string expected = std::string("tensor ") + tensor + ": expected";
+    const std::string message =
+        refusal(variant, [tensor = tensor](test::TestTensors& tensors) { tensors.erase(tensor); });
+    EXPECT_NE(message.find(expected), std::string::npos) << message;
+    EXPECT_NE(message.find("found none"), std::string::npos) << message;
+  }
+}
+
+TEST(RoutingTensors, OthersAreRefusedByName) {
+  const auto add = [](const char* name) {
+    return [name](test::TestTensors& tensors) {
+      tensors[name] = {.shape = {1}, .values = {0.5f}};
+    };
+  };
+  for (const auto& [variant, tensor] : std::vector<std::pair<const char*, const char*>>{
+           {"gdn-clvr", "model.layers.0.attn.cler_gamma"},
+           {"gdn-hybrid", "model.layers.0.route_gate"},
+           {"gdn-attnres", "model.layers.0.attn_res_proj.weight"},
+           {"gdn-cler-scalar", "model.layers.2.attn.cler_gamma"}}) {
+    const std::string message = refusal(variant, add(tensor));
+    const std::string expected = std::string("tensor ") + tensor + ": expected none of this name";
+    EXPECT_NE(message.find(expected), std::string::npos) << message;
+  }
+}
+
+// Nothing reaches the first recurrent layer: its gamma may be there or not.
+TEST(RoutingTensors, TheFirstLayerNeedsNoGamma) {
+  const auto without = [](test::TestTensors& tensors) {
+    ASSERT_EQ(tensors.erase("model.layers.0.attn.cler_gamma"), 1u);
+  };
+  EXPECT_EQ(test::difference(run("gdn-cler-scalar", without), run("gdn-cler-scalar", [](auto&) {})),
+            0);
+}
+
 }  // namespace
 }  // namespace weir
