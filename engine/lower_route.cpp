@@ -198,7 +198,8 @@ void lower_value_route(const DeltaMixer& m, LayerContext& layer, DeltaMix& mix) 
   }
   if (!error) return;
   const bool keeps = error->mode != ErrorRoute::Mode::Latest;
-  const Acts emitted = layer.lanes.emitted.from(keeps ? error->sources * values_of(m) : 0);
+  const int64_t before = keeps ? error->sources : 0;
+  const Acts emitted = layer.lanes.emitted.from(before * values_of(m));
   if (error->sources > 0) {
     const bool attends = error->mode == ErrorRoute::Mode::Attend;
     Acts values;
