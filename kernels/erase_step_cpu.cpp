@@ -98,8 +98,9 @@ class FastHead {
   FastHead(const Head& head, const MixerSimd& simd)
       : at_(head),
         simd_(simd),
-        scratch_(kBlock * size_t(5 * at_.K() + 2 * at_.V()) + size_t(at_.K()) + 8 * kScratchAlign) {
-    const auto K = kBlock * size_t(at_.K()), V = kBlock * size_t(at_.V());
+        scratch_(block() * size_t(5 * at_.K() + 2 * at_.V()) + size_t(at_.K()) +
+                 8 * kScratchAlign) {
+    const size_t K = block() * size_t(at_.K()), V = block() * size_t(at_.V());
     q_ = scratch_.take(K);
     k_ = scratch_.take(K);
     decay_ = scratch_.take(K);
@@ -112,9 +113,8 @@ class FastHead {
 
   void run() {
     const EraseStep& op = at_.op;
-    const int64_t all = int64_t(at_.row.count) * op.updates;
-    for (int64_t begin = 0; begin < all; begin += kBlock) {
-      const auto count = int32_t(std::min<int64_t>(kBlock, all - begin));
+    for (int64_t begin = 0; begin < updates(); begin += kBlock) {
+      const auto count = int32_t(std::min<int64_t>(kBlock, updates() - begin));
       for (int32_t i = 0; i < count; ++i) prepare(begin + i, i);
       simd_.delta({.key_dim = op.key_dim,
                    .value_dim = op.value_dim,
@@ -135,6 +135,8 @@ class FastHead {
   }
 
  private:
+  int64_t updates() const { return int64_t(at_.row.count) * at_.op.updates; }
+  size_t block() const { return size_t(std::min<int64_t>(kBlock, updates())); }
   int64_t token(int64_t step) const { return at_.row.begin + step / at_.op.updates; }
   int32_t update(int64_t step) const { return int32_t(step % at_.op.updates); }
   bool last(int64_t step) const { return update(step) == at_.op.updates - 1; }
@@ -195,8 +197,8 @@ class FastHead {
   const Head at_;
   const MixerSimd& simd_;
   Scratch<kScratchFloats> scratch_;
-  float *q_, *k_, *decay_, *read_, *remove_;  // [kBlock, key_dim]
-  float *v_, *out_;                           // [kBlock, value_dim]
+  float *q_, *k_, *decay_, *read_, *remove_;  // [block(), key_dim]
+  float *v_, *out_;                           // [block(), value_dim]
   float* product_;                            // [key_dim]
 };
 
