@@ -25,7 +25,6 @@ struct Context {
   int compute = 0;                     // 90: compute capability 9.0
   bool follows = false;                // the launch before this one was ours: it may overlap
   bool fresh_state = true;             // no earlier op of this program wrote this op's state
-  int row_tokens_most = 0;             // of a DeltaMix: its longer rows have been run already
   MatrixProducts* products = nullptr;  // null: no cuBLASLt on this machine
 
   static constexpr size_t kScratchBytes = size_t(64) << 20;

@@ -16,8 +16,8 @@ class OpBench {
     results_["copy_gb_per_s"] = copy_ / 1e9;
     std::printf("%s: copy %.0f GB/s (read + written)\n", info.name.c_str(), copy_ / 1e9);
     std::printf("%-44s %6s %10s %10s %9s %7s\n", "op", "B", "us", "MB", "GB/s", "% copy");
-    pool_ = put(random_floats(size_t(pool_floats()), 1.0f));
-    weights_ = put(random_bf16(size_t(weight_count())));
+    pool_ = repeated(random_floats(size_t(1) << 24, 1.0f), pool_floats());
+    weights_ = repeated(random_bf16(size_t(1) << 24), weight_count());
   }
 
   bool cpu() const { return cpu_; }
@@ -32,6 +32,17 @@ class OpBench {
   T* put(const std::vector<T>& values) {
     T* data = static_cast<T*>(backend_->allocate(values.size() * sizeof(T)));
     backend_->upload(data, values.data(), values.size() * sizeof(T));
+    backend_->finish();
+    return data;
+  }
+  // `values` again and again, `count` numbers in all: a multiple of their number.
+  template <typename T>
+  T* repeated(const std::vector<T>& values, int64_t count) {
+    const T* once = put(values);
+    T* data = static_cast<T*>(backend_->allocate(size_t(count) * sizeof(T)));
+    for (int64_t at = 0; at < count; at += int64_t(values.size())) {
+      backend_->copy(data + at, once, values.size() * sizeof(T));
+    }
     backend_->finish();
     return data;
   }
@@ -171,7 +182,7 @@ void bench_small(OpBench& bench, int32_t batch) {
 
 void bench_all(OpBench& bench) {
   const std::vector<int32_t> batches =
-      bench.cpu() ? std::vector<int32_t>{1, 8} : std::vector<int32_t>{1, 32, 128, 512};
+      bench.cpu() ? std::vector<int32_t>{1, 8} : std::vector<int32_t>{1, 8, 32, 128, 512};
   for (const int32_t batch : batches) {
     bench_mixer(bench, {"delta_mix DeltaNet 16x128x128", Decay::None, false, false}, batch);
     bench_mixer(bench, {"delta_mix GDN 16x128x128", Decay::PerHead, false, true}, batch);

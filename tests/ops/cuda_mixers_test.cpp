@@ -48,6 +48,26 @@ TEST_F(CudaDeltaMix, EveryConvolutionAndNorm) {
   check({.name = "sigmoid", .qk_activation = Activation::Sigmoid});
 }
 
+// So many heads that blocks stay and go from one to the next: more than one for each of them, with
+// padding and fresh rows between.
+TEST_F(CudaDeltaMix, ManyRows) {
+  Steps many{{}, {}, {0}};
+  for (int32_t row = 0; row < 150; ++row) {
+    many.slot.push_back(row % 7 == 3 ? kPadding : row);
+    many.first.push_back(row % 5 == 2 ? 0 : row);
+    many.begin.push_back(row + 1);
+  }
+  for (const auto& [K, V] : {std::pair{32, 64}, {64, 64}, {128, 128}, {256, 512}}) {
+    for (const int32_t value_heads : {2, 6}) {
+      const DeltaCase c{.name = std::to_string(K) + "x" + std::to_string(V),
+                        .value_heads = value_heads, .key_dim = K, .value_dim = V,
+                        .decay_heads = value_heads};
+      same("delta_mix many rows, " + c.name, 5e-6,
+           [&](Side& side) { return delta_program(side, c, many); });
+    }
+  }
+}
+
 // A chunk computes what its tokens one by one compute, bit for bit.
 TEST_F(CudaDeltaMix, ChunkEqualsSteps) {
   const DeltaCase c{.name = "GDN"};

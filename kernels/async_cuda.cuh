@@ -1,0 +1,125 @@
+#pragma once
+#include "kernels/cuda_util.cuh"
+
+// Hopper's asynchronous parts: barriers in shared memory, the copy engine, and what the blocks of a
+// thread-block cluster say to each other. Before sm_90 there are none: kernels that use them must
+// not be started there, or have a plain path; the functions are empty so that such code compiles.
+namespace weir::cuda {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return uint32_t(__cvta_generic_to_shared(pointer));
+}
+
+// --- barriers ---------------------------------------------------------------------------------
+
+// By one thread; all threads see them after a __syncthreads().
+__device__ inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+__device__ inline void barrier_arrive(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+
+// Arrives, and has the phase wait for `bytes` of the copy engine too.
+__device__ inline void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Returns when the phase of this parity is complete.
+__device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+// A barrier among `threads` threads of a block, apart from the others. 0 is __syncthreads()'s own.
+template <int id>
+__device__ inline void barrier_among(int threads) {
+  asm volatile("bar.sync %0, %1;" ::"n"(id), "r"(threads) : "memory");
+}
+
+// --- the copy engine: 16-byte aligned, multiples of 16 bytes ------------------------------------
+
+// Device to shared memory; the barrier was told to expect the bytes.
+__device__ inline void bulk_load(void* shared, const void* from, uint32_t bytes,
+                                 uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+
+// Each thread, after its writes to shared memory and before the barrier that bulk_store() follows.
+__device__ inline void publish_to_copy_engine() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Shared to device memory.
+__device__ inline void bulk_store(void* to, const void* shared, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(to),
+      "r"(shared_address(shared)), "r"(bytes)
+      : "memory");
+#endif
+}
+
+// All but the thread's last `pending` stores have read their shared memory.
+template <int pending>
+__device__ inline void bulk_stores_read() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+#endif
+}
+
+// --- clusters -----------------------------------------------------------------------------------
+
+// Every thread of the cluster arrives, and what each wrote before can be read after.
+__device__ inline void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "barrier.cluster.arrive.aligned;\n"
+      "barrier.cluster.wait.aligned;" ::
+          : "memory");
+#endif
+}
+
+// Writes `value` to where block `rank` of the cluster has what this block has at `mine`.
+__device__ inline void write_peer(float* mine, uint32_t rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(shared_address(mine)), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+#endif
+}
+
+}  // namespace weir::cuda

@@ -1,0 +1,11 @@
+#pragma once
+#include "kernels/cuda_util.cuh"
+
+namespace weir::cuda {
+
+// The way of DeltaMix at the speed of memory, for rows of one token; other rows are left alone.
+// Whether it serves the op's sizes on this device:
+bool streams(const DeltaMix& op, const Context& context);
+void run_stream(const DeltaMix& op, Context& context);
+
+}  // namespace weir::cuda
