@@ -25,6 +25,14 @@ struct Lowered {
 // Programs are cheap to make again; the cache only has to hold what a busy hour repeats.
 constexpr size_t kProgramsKept = 512;
 
+// The rows that a decode step of so many is padded to, where the backend remembers programs.
+int32_t padded_rows(int32_t rows, const Limits& limits) {
+  constexpr int32_t kSteps[] = {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128};
+  const auto* const step = std::ranges::lower_bound(kSteps, rows);
+  const int32_t padded = step != std::end(kSteps) ? *step : (rows + 63) / 64 * 64;
+  return std::min({padded, limits.slots, limits.step_tokens});
+}
+
 int32_t pages_per_row(const Limits& limits) {
   const int64_t longest = int64_t(limits.prompt_tokens) + limits.new_tokens;
   const int64_t pages = (longest + limits.page_tokens - 1) / limits.page_tokens;
@@ -115,6 +123,7 @@ struct Runner::Impl {
     workspace = static_cast<float*>(backend.allocate(bytes));
     drawn.resize(size_t(limits.step_tokens));
     reserve_edits(1024);
+    if (backend.remembers_programs()) warm_up();
   }
 
   // Grows by doubling, so that all blocks together stay within twice the largest.
@@ -128,6 +137,10 @@ struct Runner::Impl {
 
   void fill_rows(const StepBatch& batch);
   void fill_outputs(const StepBatch& batch);
+  StepShape pad(const StepShape& shape);
+  void fill_padding(int32_t row);
+  void run(const StepShape& shape);
+  void warm_up();
   const Lowered& lowered(const StepShape& shape);
   void read_drawn(const StepBatch& batch);
 
@@ -186,6 +199,55 @@ void Runner::Impl::fill_outputs(const StepBatch& batch) {
   reserve_edits(edits.size());
 }
 
+// A step of one token a row becomes one of few shapes where programs are remembered.
+StepShape Runner::Impl::pad(const StepShape& shape) {
+  const bool decode = shape.rows == shape.tokens && shape.rows == shape.outputs;
+  if (shape.rows == 0 || !decode || !backend.remembers_programs()) return shape;
+  const int32_t rows = padded_rows(shape.rows, limits);
+  for (int32_t r = shape.rows; r < rows; ++r) fill_padding(r);
+  return {rows, rows, rows};
+}
+
+// A row of one token that touches nothing, and whose answer nobody reads.
+void Runner::Impl::fill_padding(int32_t row) {
+  in.staging.host(in.ids)[row] = 0;
+  in.staging.host(in.slot)[row] = kPadding;
+  in.staging.host(in.first)[row] = 1;
+  in.staging.host(in.begin)[row + 1] = row + 1;
+  in.staging.host(in.output_token)[row] = row;
+  in.staging.host(in.sampling)[row] = {.temperature = 0};
+  in.staging.host(in.position)[row] = 1;
+  in.staging.host(in.target)[row] = -1;
+  in.staging.host(in.top)[row] = 0;
+  in.staging.host(in.edit_begin)[row + 1] = int32_t(edits.size());
+}
+
+void Runner::Impl::run(const StepShape& shape) {
+  in.staging.upload(backend);
+  if (!edits.empty()) {
+    backend.upload(device_edits, edits.data(), edits.size() * sizeof(LogitEdit));
+  }
+  const Lowered& lowered = this->lowered(shape);
+  backend.run(lowered.program);
+  bytes += lowered.bytes;
+  if (const auto* sample = std::get_if<Sample>(&lowered.program.back())) {
+    logits = sample->logits;
+  }
+}
+
+// Every padded shape, twice: from the second run on the backend remembers it.
+void Runner::Impl::warm_up() {
+  in.staging.host(in.begin)[0] = 0;
+  in.staging.host(in.edit_begin)[0] = 0;
+  const int32_t most = std::min(limits.slots, limits.step_tokens);
+  for (int32_t rows = 1, filled = 0; rows <= most; ++rows) {
+    rows = padded_rows(rows, limits);
+    for (; filled < rows; ++filled) fill_padding(filled);
+    for (int times = 0; times < 2; ++times) run({rows, rows, rows});
+    backend.finish();
+  }
+}
+
 const Lowered& Runner::Impl::lowered(const StepShape& shape) {
   if (const auto found = programs.find(shape); found != programs.end()) return found->second;
   if (programs.size() >= kProgramsKept) programs.clear();
@@ -225,19 +287,8 @@ std::span<const Drawn> Runner::step(const StepBatch& batch) {
   Impl& self = *impl_;
   self.fill_rows(batch);
   self.fill_outputs(batch);
-  self.in.staging.upload(self.backend);
-  if (!self.edits.empty()) {
-    self.backend.upload(self.device_edits, self.edits.data(),
-                        self.edits.size() * sizeof(LogitEdit));
-  }
-  const StepShape shape{int32_t(batch.rows.size()), int32_t(batch.tokens.size()),
-                        int32_t(batch.outputs.size())};
-  const Lowered& lowered = self.lowered(shape);
-  self.backend.run(lowered.program);
-  self.bytes += lowered.bytes;
-  if (const auto* sample = std::get_if<Sample>(&lowered.program.back())) {
-    self.logits = sample->logits;
-  }
+  self.run(self.pad({int32_t(batch.rows.size()), int32_t(batch.tokens.size()),
+                     int32_t(batch.outputs.size())}));
   self.read_drawn(batch);
   self.backend.finish();
   return {self.drawn.data(), batch.outputs.size()};

@@ -33,6 +33,9 @@ class Backend {
   // read.
   virtual const char* unserved(const Program& program) const = 0;
   virtual void run(const Program& program) = 0;  // in order
+  // Whether a program that has run before runs faster: then steps are padded to few shapes, and
+  // those are run at start-up.
+  virtual bool remembers_programs() const { return false; }
   virtual void finish() = 0;                     // returns when everything asked for is done
 };
 

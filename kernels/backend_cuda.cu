@@ -89,6 +89,7 @@ class CudaBackend final : public Backend {
   void copy(void* target, const void* source, size_t bytes) override;
   const char* unserved(const Program& program) const override;
   void run(const Program& program) override;
+  bool remembers_programs() const override { return true; }
   void finish() override;
 
  private:
@@ -97,9 +98,12 @@ class CudaBackend final : public Backend {
     const void* pinned;
     size_t bytes;
   };
+  // Start-up and steps may be of different threads, and a thread has a device.
+  void use() const { WEIR_CUDA_CHECK(cudaSetDevice(device_)); }
   void enqueue(const Program& program);
   Recorded& recorded(const Program& program, bool& known);
 
+  const int device_;
   cudaDeviceProp properties_{};
   cuda::Context context_;
   std::unique_ptr<cuda::MatrixProducts> products_;
@@ -114,7 +118,7 @@ class CudaBackend final : public Backend {
   uint64_t runs_ = 0;
 };
 
-CudaBackend::CudaBackend(int device) {
+CudaBackend::CudaBackend(int device) : device_(device) {
   WEIR_CUDA_CHECK(cudaGetDeviceProperties(&properties_, device));
   WEIR_CUDA_CHECK(cudaStreamCreateWithFlags(&context_.stream, cudaStreamNonBlocking));
   context_.multiprocessors = properties_.multiProcessorCount;
@@ -125,6 +129,7 @@ CudaBackend::CudaBackend(int device) {
 }
 
 CudaBackend::~CudaBackend() {
+  use();
   WEIR_CUDA_CHECK(cudaStreamSynchronize(context_.stream));
   for (auto& [key, program] : recorded_) {
     if (program.graph != nullptr) cudaGraphExecDestroy(program.graph);
@@ -144,12 +149,14 @@ DeviceInfo CudaBackend::info() const {
 }
 
 void* CudaBackend::allocate(size_t bytes) {
+  use();
   allocated_.push_back(device_memory(std::max(bytes, size_t(1))));
   WEIR_CUDA_CHECK(cudaMemsetAsync(allocated_.back(), 0, bytes, context_.stream));
   return allocated_.back();
 }
 
 const void* CudaBackend::adopt(const void* host, size_t bytes) {
+  use();
   const auto [place, fresh] = adopted_.try_emplace({host, bytes});
   if (!fresh) return place->second;
   constexpr size_t kVectorMost = 48 * 1024;
@@ -161,6 +168,7 @@ const void* CudaBackend::adopt(const void* host, size_t bytes) {
 
 void CudaBackend::upload(void* device, const void* host, size_t bytes) {
   if (bytes == 0) return;
+  use();
   const bool staged = bytes <= kPinnedBytes;
   if (staged) {
     if (!up_.fits(bytes)) finish();
@@ -174,6 +182,7 @@ void CudaBackend::upload(void* device, const void* host, size_t bytes) {
 
 void CudaBackend::download(void* host, const void* device, size_t bytes) {
   if (bytes == 0) return;
+  use();
   void* target = host;
   if (bytes <= kPinnedBytes) {
     if (!down_.fits(bytes)) finish();
@@ -185,6 +194,7 @@ void CudaBackend::download(void* host, const void* device, size_t bytes) {
 }
 
 void CudaBackend::copy(void* target, const void* source, size_t bytes) {
+  use();
   WEIR_CUDA_CHECK(
       cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToDevice, context_.stream));
 }
@@ -255,6 +265,7 @@ Recorded& CudaBackend::recorded(const Program& program, bool& known) {
 
 void CudaBackend::run(const Program& program) {
   if (program.empty()) return;
+  use();
   bool known = false;
   Recorded& entry = recorded(program, known);
   if (!known) return enqueue(program);
@@ -270,6 +281,7 @@ void CudaBackend::run(const Program& program) {
 }
 
 void CudaBackend::finish() {
+  use();
   WEIR_CUDA_CHECK(cudaStreamSynchronize(context_.stream));
   for (const Pending& item : pending_) std::memcpy(item.host, item.pinned, item.bytes);
   pending_.clear();

@@ -1,0 +1,108 @@
+// Decode steps padded to few shapes, as a backend wants that remembers programs: a padding row that
+// touches a slot, shifts an answer or misses the warm-up.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+
+#include "engine/model.h"
+#include "engine/runner.h"
+#include "engine/state_pool.h"
+
+namespace weir {
+namespace {
+
+// The CPU, wanting few shapes; counts the steps by the rows they draw for.
+class Remembering final : public Backend {
+ public:
+  std::map<int32_t, int> steps;
+
+  DeviceInfo info() const override { return cpu_->info(); }
+  void* allocate(size_t bytes) override { return cpu_->allocate(bytes); }
+  const void* adopt(const void* host, size_t bytes) override { return cpu_->adopt(host, bytes); }
+  void upload(void* to, const void* from, size_t bytes) override { cpu_->upload(to, from, bytes); }
+  void download(void* to, const void* from, size_t bytes) override {
+    cpu_->download(to, from, bytes);
+  }
+  void copy(void* to, const void* from, size_t bytes) override { cpu_->copy(to, from, bytes); }
+  const char* unserved(const Program& program) const override { return cpu_->unserved(program); }
+  void run(const Program& program) override {
+    const auto* sample = std::get_if<Sample>(&program.back());
+    ++steps[sample == nullptr ? 0 : sample->count];
+    cpu_->run(program);
+  }
+  bool remembers_programs() const override { return true; }
+  void finish() override { cpu_->finish(); }
+
+ private:
+  std::unique_ptr<Backend> cpu_ = make_cpu_backend({.threads = 2});
+};
+
+constexpr int32_t kSlots = 11, kLength = 12;
+
+struct Served {
+  Served(const std::string& name, std::unique_ptr<Backend> on)
+      : backend(std::move(on)),
+        model(*load_model(std::string(WEIR_SOURCE_DIR) + "/tests/vectors/" + name, *backend)),
+        limits{.slots = kSlots, .pages = 4 * kSlots, .page_tokens = 4, .step_tokens = 32,
+               .chunk_tokens = 32, .prompt_tokens = 16, .new_tokens = 16,
+               .vocab = model.spec.vocab},
+        pool(model.spec, limits, *backend),
+        runner(model, pool, limits, *backend) {}
+
+  std::unique_ptr<Backend> backend;
+  Model model;
+  Limits limits;
+  StatePool pool;
+  Runner runner;
+};
+
+// Random days of decode steps: which of the slots move, and by which token.
+std::vector<std::vector<float>> logits_of(Served& served) {
+  std::mt19937 random(7);
+  std::vector<std::vector<float>> all;
+  std::vector<int32_t> length(kSlots, 0);
+  std::vector<std::vector<int32_t>> pages(kSlots);
+  for (int32_t page = 0; page < served.limits.pages; ++page) {
+    pages[size_t(page % kSlots)].push_back(page);
+  }
+  for (int day = 0; day < 25; ++day) {
+    StepBatch batch;
+    for (int32_t slot = 0; slot < kSlots; ++slot) {
+      int32_t& at = length[size_t(slot)];
+      if (random() % 3 == 0 || at == kLength) continue;
+      const auto row = int32_t(batch.rows.size());
+      batch.tokens.push_back(Token(random() % uint32_t(served.limits.vocab)));
+      batch.rows.push_back({.slot = slot, .first = at, .count = 1, .begin = row,
+                            .pages = pages[size_t(slot)]});
+      batch.outputs.push_back({.token = row, .position = ++at});
+    }
+    if (batch.rows.empty()) continue;
+    served.runner.step(batch);
+    for (size_t i = 0; i < batch.outputs.size(); ++i) {
+      all.push_back(served.runner.logits(int32_t(i)));
+    }
+  }
+  return all;
+}
+
+class PaddedSteps : public testing::TestWithParam<const char*> {};
+
+TEST_P(PaddedSteps, AnswerAsUnpaddedOnes) {
+  auto remembering = std::make_unique<Remembering>();
+  const auto& steps = remembering->steps;
+  Served padded(GetParam(), std::move(remembering));
+  // Two of each shape up to the slots, before the first request.
+  EXPECT_EQ(steps, (std::map<int32_t, int>{{1, 2}, {2, 2}, {4, 2}, {8, 2}, {kSlots, 2}}));
+  Served plain(GetParam(), make_cpu_backend({.threads = 2}));
+  EXPECT_EQ(logits_of(padded), logits_of(plain));
+  for (const auto& [rows, times] : steps) {
+    EXPECT_TRUE(rows == 1 || rows == 2 || rows == 4 || rows == 8 || rows == kSlots) << rows;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, PaddedSteps,
+                         testing::Values("gated-deltanet", "hybrid-kda", "swila-gated-temporal"));
+
+}  // namespace
+}  // namespace weir
