@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/device.h"
 #include "engine/model.h"
 #include "engine/runner.h"
 #include "engine/safetensors.h"
@@ -17,7 +18,7 @@ namespace {
 
 constexpr char kUsage[] =
     "usage: weir-verify MODEL_DIR [--tolerance 1e-3] [--golden FILE] [--threads N]\n"
-    "                   [--simd -1|0|1|2] [--plain] [--device cpu|cuda] [--full_only]\n"
+    "                   [--simd -1|0|1|2] [--plain] [--device cpu|cuda|cuda:N] [--full_only]\n"
     "\n"
     "Runs the prompt of MODEL_DIR/golden.safetensors through the model: the whole prompt at\n"
     "once, token by token, and in chunks of 1, 7 and 64 tokens. Prints the largest absolute\n"
@@ -32,7 +33,7 @@ struct Options {
   std::string folder, golden;
   double tolerance = 1e-3;
   CpuOptions cpu;
-  bool cuda = false;
+  std::string device = "cpu";
   bool full_only = false;  // compare with logits_full alone
 };
 
@@ -163,10 +164,9 @@ bool verify_greedy(Sequence& sequence, const Golden& golden, size_t vocab, doubl
 }
 
 absl::StatusOr<bool> verify(const Options& options) {
-  std::string error;
-  const auto backend =
-      options.cuda ? make_cuda_backend(0, &error) : make_cpu_backend(options.cpu);
-  if (backend == nullptr) return absl::UnavailableError("--device cuda: " + error);
+  const auto opened = open_device(options.device, options.cpu);
+  if (!opened.ok()) return opened.status();
+  Backend* const backend = opened->get();
   absl::StatusOr<Model> model = load_model(options.folder, *backend);
   if (!model.ok()) return model.status();
   const std::string path =
@@ -236,9 +236,7 @@ bool parse(int argc, char** argv, Options& options) {
       continue;
     }
     if (flag == "--device") {
-      const std::string device = value;
-      if (device != "cpu" && device != "cuda") return false;
-      options.cuda = device == "cuda";
+      options.device = value;
       continue;
     }
     const double number = std::strtod(value, &end);

@@ -38,4 +38,19 @@ double measure_read_bandwidth(int threads) {
   return best;
 }
 
+double measure_copy_bandwidth(Backend& backend) {
+  constexpr size_t kBytes = size_t(128) << 20;  // beyond the caches
+  void* from = backend.allocate(kBytes);
+  void* to = backend.allocate(kBytes);
+  backend.finish();
+  double best = 0;
+  for (int round = 0; round < kRounds; ++round) {
+    const auto begin = std::chrono::steady_clock::now();
+    backend.copy(to, from, kBytes);
+    backend.finish();
+    best = std::max(best, 2.0 * double(kBytes) / seconds_since(begin));
+  }
+  return best;
+}
+
 }  // namespace weir

@@ -13,7 +13,6 @@ constexpr int32_t kSlotsByDefault = 64;
 // When slots are chosen, each is thought of with the pages of this many tokens.
 constexpr int64_t kTokensOfATypicalSequence = 2048;
 // Of the free memory, what is never planned for: the process has other needs.
-constexpr double kReserve = 0.1;
 
 std::string mib(size_t bytes) {
   return absl::StrFormat("%.1f MiB", double(bytes) / (1024.0 * 1024.0));
@@ -66,7 +65,7 @@ class Planner {
   }
 
   absl::Status find_memory() {
-    const double usable = double(given_.free_bytes) * (1 - kReserve);
+    const double usable = double(given_.free_bytes) * (1 - given_.left_alone);
     const size_t workspace = given_.workspace_bytes(limits_for(1));
     if (usable <= double(given_.weights_bytes + workspace)) {
       return absl::ResourceExhaustedError(
@@ -78,7 +77,7 @@ class Planner {
   }
 
   absl::Status choose_budget() {
-    plan_.state_budget = usable_ / 2;
+    plan_.state_budget = size_t(double(usable_) * given_.for_states);
     if (asked_.state_bytes == 0) return absl::OkStatus();
     plan_.state_budget = std::min(asked_.state_bytes, usable_);
     if (plan_.state_budget == asked_.state_bytes) return absl::OkStatus();

@@ -24,6 +24,8 @@ struct CapacityAsked {
 struct CapacityGiven {
   size_t free_bytes = 0;
   size_t weights_bytes = 0;
+  double left_alone = 0.1;   // share of free_bytes that others, or the driver, need
+  double for_states = 0.5;   // share of what then remains beside the weights, unless asked for
   // Bytes of workspace that these limits need.
   std::function<size_t(const Limits&)> workspace_bytes;
 };

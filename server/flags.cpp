@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "engine/device.h"
 
 ABSL_FLAG(std::string, host, "127.0.0.1", "address to serve gRPC on");
 ABSL_FLAG(int32_t, port, 50051, "port to serve gRPC on; 0 takes a free one");
@@ -24,7 +25,7 @@ ABSL_FLAG(int32_t, max_concurrent_streams, 1024, "calls at one time on one conne
 ABSL_FLAG(int32_t, max_connection_age_seconds, 0,
           "ask clients to reconnect after this long; 0: never");
 ABSL_FLAG(std::string, model_name, "", "name that clients see; default: the folder's name");
-ABSL_FLAG(std::string, device, "cpu", "device to run on; this build knows: cpu");
+ABSL_FLAG(std::string, device, "cpu", "device to run on: cpu, cuda (the first GPU) or cuda:N");
 ABSL_FLAG(int32_t, threads, 0, "threads of the CPU device; 0: one for each core");
 ABSL_FLAG(int32_t, slots, 0, "sequences that run at one time; 0: at most 64, fewer if memory says");
 ABSL_FLAG(int32_t, state_memory_mib, 0,
@@ -164,9 +165,8 @@ absl::Status check_together(const Options& options) {
   if (options.model_folder.empty()) {
     return absl::InvalidArgumentError("expected a model folder; see --help");
   }
-  if (options.device != "cpu") {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "--device: expected cpu, found \"", options.device, "\", which this build does not have"));
+  if (absl::Status status = check_device(options.device); !status.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("--", status.message()));
   }
   if (options.tls_cert.empty() != options.tls_key.empty()) {
     return absl::InvalidArgumentError("--tls_cert and --tls_key: expected both or neither");

@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/fingerprint.h"
 #include "engine/model.h"
@@ -58,6 +59,8 @@ int thread_count(const Options& options) {
                              : int(std::max(1u, std::thread::hardware_concurrency()));
 }
 
+bool on_cpu(const Options& options) { return options.device == "cpu"; }
+
 // Everything that serves, in the order of dependence: what is below uses what is above.
 struct Server {
   explicit Server(const Options& options) : options(options) {}
@@ -94,7 +97,9 @@ struct Server {
 absl::Status Server::plan() {
   const absl::StatusOr<ModelSpec> spec = read_spec_folder(options.model_folder);
   if (!spec.ok()) return spec.status();
-  backend = make_cpu_backend({.threads = thread_count(options)});
+  auto opened = open_device(options.device, {.threads = thread_count(options)});
+  if (!opened.ok()) return opened.status();
+  backend = *std::move(opened);
   const DeviceInfo device = backend->info();
   const CapacityAsked asked{.slots = options.slots,
                             .kv_pages = options.kv_pages,
@@ -106,11 +111,15 @@ absl::Status Server::plan() {
                             .prompt_tokens = options.max_prompt_tokens,
                             .new_tokens = options.max_new_tokens,
                             .strict = options.strict};
-  const CapacityGiven given{.free_bytes = device.free_bytes,
+  CapacityGiven given{.free_bytes = device.free_bytes,
                             .weights_bytes = weight_file_bytes(options.model_folder),
                             .workspace_bytes = [&spec](const Limits& limits) {
                               return Runner::workspace_bytes(*spec, limits);
                             }};
+  if (!on_cpu(options)) {  // a GPU is the server's alone; the driver and the graphs need a GiB
+    given.left_alone = std::min(0.1, 0x1p30 / double(device.free_bytes));
+    given.for_states = 1;
+  }
   auto planned = plan_capacity(*spec, asked, given);
   if (!planned.ok()) return planned.status();
   capacity = *std::move(planned);
@@ -153,7 +162,9 @@ absl::Status Server::serve() {
   pool = std::make_unique<StatePool>(model->spec, capacity.limits, *backend);
   runner = std::make_unique<Runner>(*model, *pool, capacity.limits, *backend);
   metrics = std::make_unique<Metrics>(*served, capacity,
-                                      measure_read_bandwidth(thread_count(options)));
+                                      on_cpu(options)
+                                          ? measure_read_bandwidth(thread_count(options))
+                                          : measure_copy_bandwidth(*backend));
   delivery = std::make_unique<Delivery>();
   engine = std::make_unique<Engine>(capacity.limits, *runner, *metrics);
   support = std::make_unique<CallSupport>(CallSupport{.engine = *engine,

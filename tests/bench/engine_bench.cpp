@@ -1,7 +1,9 @@
 // The engine's own tokens per second, with no gRPC and no text: what a server can deliver at most.
 // Compare with weir-load on a weir-server of the same model, in the same hour.
 //
-//   engine_bench MODEL_DIR [STREAMS] [PROMPT_TOKENS] [ANSWER_TOKENS] [SECONDS]
+//   engine_bench MODEL_DIR [STREAMS] [PROMPT_TOKENS] [ANSWER_TOKENS] [SECONDS] [DEVICE]
+//
+// MODEL_DIR random-1.3b is a Gated DeltaNet of random weights: 24 layers, 16 heads of 128x128.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -9,8 +11,10 @@
 #include <thread>
 #include <vector>
 
+#include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/runner.h"
+#include "tests/bench/random_model.h"
 
 namespace weir {
 namespace {
@@ -30,6 +34,7 @@ class Quiet final : public Observer {
 struct Load {
   int32_t streams = 32, prompt_tokens = 64, answer_tokens = 128;
   double seconds = 10;
+  std::string device = "cpu";
 };
 
 // A closed loop of one stream: the next request goes in when the last answer has ended.
@@ -69,15 +74,20 @@ class Stream final : public TokenSink {
 void wait(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
 int run(const char* folder, const Load& load) {
-  const auto backend = make_cpu_backend();
-  const auto model = load_model(folder, *backend);
+  const auto backend = open_device(load.device).value();
+  absl::StatusOr<Model> model = absl::UnknownError("");
+  if (std::string(folder) == "random-1.3b") {
+    model = test::random_model(test::model_1_3b(), 1, *backend);
+  } else {
+    model = load_model(folder, *backend);
+  }
   if (!model.ok()) {
     std::fprintf(stderr, "%s\n", std::string(model.status().message()).c_str());
     return 1;
   }
   const Limits limits{.slots = load.streams,
-                      .step_tokens = std::max(512, load.streams),
-                      .chunk_tokens = 256,
+                      .step_tokens = std::max(load.device == "cpu" ? 512 : 4096, load.streams),
+                      .chunk_tokens = load.device == "cpu" ? 256 : 2048,
                       .queued = load.streams,
                       .prompt_tokens = load.prompt_tokens,
                       .new_tokens = load.answer_tokens,
@@ -117,7 +127,8 @@ int run(const char* folder, const Load& load) {
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    std::fprintf(stderr, "usage: engine_bench MODEL_DIR [STREAMS] [PROMPT] [ANSWER] [SECONDS]\n");
+    std::fprintf(stderr, "usage: engine_bench MODEL_DIR [STREAMS] [PROMPT] [ANSWER] [SECONDS] "
+                         "[DEVICE]\n");
     return 2;
   }
   weir::Load load;
@@ -125,5 +136,6 @@ int main(int argc, char** argv) {
   if (argc > 3) load.prompt_tokens = std::atoi(argv[3]);
   if (argc > 4) load.answer_tokens = std::atoi(argv[4]);
   if (argc > 5) load.seconds = std::atof(argv[5]);
+  if (argc > 6) load.device = argv[6];
   return weir::run(argv[1], load);
 }

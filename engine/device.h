@@ -1,0 +1,18 @@
+#pragma once
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+
+namespace weir {
+
+// Devices by the names that users give them: cpu, cuda (the first GPU) or cuda:N.
+absl::Status check_device(const std::string& name);  // the name alone
+
+// `cpu` is for a device of that name. Unavailable when the machine has no such device.
+absl::StatusOr<std::unique_ptr<Backend>> open_device(const std::string& name,
+                                                     const CpuOptions& cpu = {});
+
+}  // namespace weir
