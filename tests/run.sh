@@ -34,6 +34,9 @@ for folder in tests/vectors/*/; do
   build/release/bin/weir-verify "$folder" --tolerance 1e-4
 done
 
+phase "release: bundle"
+tests/bundle.sh
+
 if [ $quick = no ]; then
   phase "address and undefined sanitizers: build"
   build asan
