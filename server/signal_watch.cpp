@@ -4,10 +4,17 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 
 namespace weir {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// timeout(1) signals a process and then its group, which has the process in it: one wish, and two
+// signals. So does a terminal's Ctrl-C through a wrapper that hands it on.
+constexpr std::chrono::milliseconds kSameWish{1000};
 
 // SIGUSR1 is only how the destructor wakes the thread.
 sigset_t watched() {
@@ -48,6 +55,8 @@ void SignalWatch::wait() {
 
 void SignalWatch::run() {
   const sigset_t set = watched();
+  int first = 0;
+  Clock::time_point first_at;
   while (true) {
     int signal = 0;
     if (sigwait(&set, &signal) != 0) continue;
@@ -61,10 +70,13 @@ void SignalWatch::run() {
       _exit(0);
     }
     if (signalled_) {
+      if (signal == first && Clock::now() - first_at < kSameWish) continue;
       std::fputs("weir-server: second signal, ending at once\n", stderr);
       _exit(1);
     }
     signalled_ = true;
+    first = signal;
+    first_at = Clock::now();
     changed_.notify_all();
   }
 }

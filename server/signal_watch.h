@@ -14,7 +14,8 @@ class SignalWatch {
 
   // Until then a signal ends the process at once, exit code 0: there is nothing to finish.
   void serving();
-  // Returns at the first signal after that. A second one ends the process, exit code 1.
+  // Returns at the first signal after that. A second one ends the process, exit code 1; the same
+  // signal again within a second counts as the first.
   void wait();
 
  private:

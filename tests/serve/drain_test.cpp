@@ -132,9 +132,38 @@ TEST(Case19, SecondSignalEndsAtOnce) {
   server.signal(SIGTERM);
   EXPECT_TRUE(eventually([&] { return watch.saw(Health::NotServing); }));
   EXPECT_TRUE(server.running());
+  std::this_thread::sleep_for(std::chrono::milliseconds(1100));  // sooner it is the same wish
   server.signal(SIGTERM);
-  EXPECT_TRUE(server.wait_exit().has_value()) << server.output();
+  EXPECT_EQ(server.wait_exit(), 1) << server.output();
 }
+
+// timeout(1) sends its signal twice.
+TEST(Case19, TheSameSignalTwiceIsOneWish) {
+  TestServer server(vectors("gated-deltanet"),
+                    {"--slots=8", "--drain_seconds=1", "--max_new_tokens=1000000"});
+  ASSERT_TRUE(server.serving()) << server.output();
+  const Client client(server);
+  const Calls calls = start_sixteen(client, kEndless);
+  server.signal(SIGTERM);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // pending, two would be one anyway
+  server.signal(SIGTERM);
+  EXPECT_EQ(server.wait_exit(), 0) << server.output();
+}
+
+// Another signal is another wish, however soon.
+TEST(Case19, AnotherSignalEndsAtOnce) {
+  TestServer server(vectors("gated-deltanet"),
+                    {"--slots=8", "--drain_seconds=86400", "--max_new_tokens=1000000"});
+  ASSERT_TRUE(server.serving()) << server.output();
+  const Client client(server);
+  const HealthWatch watch(client.channel(), kService);
+  const Calls calls = start_sixteen(client, kEndless);
+  server.signal(SIGTERM);
+  EXPECT_TRUE(eventually([&] { return watch.saw(Health::NotServing); }));
+  server.signal(SIGINT);
+  EXPECT_EQ(server.wait_exit(), 1) << server.output();
+}
+
 
 TEST(Case19, IdleServerGoesAtOnce) {
   TestServer server(vectors("gated-deltanet"), {"--drain_seconds=86400"});

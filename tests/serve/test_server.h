@@ -19,7 +19,7 @@ class TestServer {
     if (!serving()) return;
     if (running()) {
       signal(SIGTERM);
-      signal(SIGTERM);  // whatever still runs is of no interest
+      signal(SIGINT);  // whatever still runs is of no interest
     }
     const int code = wait_exit().value_or(-1);
     const std::string text = output();
