@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,19 +14,30 @@
 namespace weir {
 
 // Reads the typed keys of a JSON object, and remembers the first thing that was wrong (path, key,
-// expected, found) instead of returning it each time. Keys nobody asks for are ignored.
+// expected, found) instead of returning it each time. Keys nobody asks for are ignored, but which
+// were asked for can be kept.
 class ConfigReader {
  public:
-  // All are borrowed. `prefix` stands before each key in a message: "attn.".
+  // All are borrowed. `prefix` stands before each key in a message, and in `asked`: "attn.".
   ConfigReader(const nlohmann::json& object, const std::string& path, std::string prefix,
-               absl::Status& status)
-      : object_(object), path_(path), prefix_(std::move(prefix)), status_(status) {}
+               absl::Status& status, std::set<std::string>* asked = nullptr)
+      : object_(object),
+        path_(path),
+        prefix_(std::move(prefix)),
+        status_(status),
+        asked_(asked) {}
+
+  // Of an object within this one.
+  ConfigReader inside(const nlohmann::json& object, const std::string& name) const {
+    return {object, path_, prefix_ + name + ".", status_, asked_};
+  }
 
   const std::string& path() const { return path_; }
   absl::Status& status() { return status_; }
 
   // Null when the key is absent.
   const nlohmann::json* find(const char* key) const {
+    if (asked_) asked_->insert(prefix_ + key);
     const auto at = object_.find(key);
     return at == object_.end() ? nullptr : &*at;
   }
@@ -84,6 +96,9 @@ class ConfigReader {
   // Refuses the first key that is not one of these.
   template <class Names>
   void refuse_others(const Names& known) {
+    if (asked_) {
+      for (const char* name : known) asked_->insert(prefix_ + name);
+    }
     for (const auto& [key, value] : object_.items()) {
       const auto same = [&key = key](const char* name) { return key == name; };
       if (std::any_of(known.begin(), known.end(), same)) continue;
@@ -103,6 +118,7 @@ class ConfigReader {
   const std::string& path_;
   std::string prefix_;
   absl::Status& status_;
+  std::set<std::string>* asked_;
 };
 
 }  // namespace weir

@@ -6,6 +6,7 @@
 
 #include "engine/config_reader.h"
 #include "engine/read_mixer.h"
+#include "engine/unread_keys.h"
 
 namespace weir {
 namespace {
@@ -272,7 +273,8 @@ ModelSpec read_model(ConfigReader& reader) {
 
 }  // namespace
 
-absl::StatusOr<ModelSpec> read_spec(std::string_view text, const std::string& path) {
+absl::StatusOr<ModelSpec> read_spec(std::string_view text, const std::string& path,
+                                    std::vector<std::string>* unread) {
   const absl::StatusOr<json> config = parse_json(text, path);
   if (!config.ok()) return config.status();
   if (!config->is_object()) {
@@ -280,17 +282,20 @@ absl::StatusOr<ModelSpec> read_spec(std::string_view text, const std::string& pa
         absl::StrCat(path, ": expected an object, found ", describe(*config)));
   }
   absl::Status status;
-  ConfigReader reader(*config, path, "", status);
+  std::set<std::string> asked;
+  ConfigReader reader(*config, path, "", status, &asked);
   ModelSpec spec = read_model(reader);
   if (!status.ok()) return status;
+  if (unread) *unread = unread_keys(*config, asked);
   return spec;
 }
 
-absl::StatusOr<ModelSpec> read_spec_folder(const std::string& folder) {
+absl::StatusOr<ModelSpec> read_spec_folder(const std::string& folder,
+                                           std::vector<std::string>* unread) {
   const std::string path = folder + "/config.json";
   const absl::StatusOr<std::string> text = read_text_file(path, kConfigBytesMax);
   if (!text.ok()) return text.status();
-  return read_spec(*text, path);
+  return read_spec(*text, path, unread);
 }
 
 }  // namespace weir

@@ -98,7 +98,7 @@ void read_attention_layers(ConfigReader& reader, int32_t dim, std::vector<LayerS
       reader.refuse(name, "an object with layers and num_heads", group);
       return;
     }
-    ConfigReader inner(group, reader.path(), name + ".", reader.status());
+    ConfigReader inner = reader.inside(group, name);
     read_group(inner, dim, layers, taken);
   };
   if (!attn.is_array()) return read_one(attn, "attn");

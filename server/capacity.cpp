@@ -41,8 +41,9 @@ class Planner {
     if (absl::Status status = find_memory(); !status.ok()) return status;
     if (absl::Status status = choose_budget(); !status.ok()) return status;
     if (absl::Status status = choose_slots(); !status.ok()) return status;
+    if (absl::Status status = report_step(); !status.ok()) return status;
     if (absl::Status status = choose_pages(); !status.ok()) return status;
-    fit_lengths();
+    if (absl::Status status = fit_lengths(); !status.ok()) return status;
     describe();
     return std::move(plan_);
   }
@@ -127,6 +128,20 @@ class Planner {
     return absl::OkStatus();
   }
 
+  // What limits_for made of the step that was asked for.
+  absl::Status report_step() {
+    const Limits& limits = plan_.limits;
+    if (limits.step_tokens > asked_.step_tokens) {
+      const absl::Status status =
+          clamp(absl::StrCat("asked for ", asked_.step_tokens, " tokens a step, needed ",
+                             limits.step_tokens, ", one for each slot"));
+      if (!status.ok()) return status;
+    }
+    if (limits.chunk_tokens == asked_.chunk_tokens) return absl::OkStatus();
+    return clamp(absl::StrCat("asked for prompt chunks of ", asked_.chunk_tokens,
+                              " tokens, possible ", limits.chunk_tokens, ", a whole step"));
+  }
+
   absl::Status choose_pages() {
     Limits& limits = plan_.limits;
     limits.pages = 0;
@@ -145,16 +160,17 @@ class Planner {
   }
 
   // A sequence may hold all the KV pages, and no more.
-  void fit_lengths() {
+  absl::Status fit_lengths() {
     Limits& limits = plan_.limits;
-    if (plan_.page_bytes == 0) return;
+    if (plan_.page_bytes == 0) return absl::OkStatus();
     const int64_t held = int64_t(limits.pages) * limits.page_tokens;
     const auto longest = int32_t(std::min<int64_t>(held, INT32_MAX));
-    if (limits.prompt_tokens <= longest && limits.new_tokens <= longest) return;
+    if (limits.prompt_tokens <= longest && limits.new_tokens <= longest) return absl::OkStatus();
     limits.prompt_tokens = std::min(limits.prompt_tokens, longest);
     limits.new_tokens = std::min(limits.new_tokens, longest);
-    plan_.lines.push_back(absl::StrCat("clamped: prompt and answer to ", longest,
-                                       " tokens together, what the KV pages hold"));
+    return clamp(absl::StrCat("asked for prompts of ", asked_.prompt_tokens, " and answers of ",
+                              asked_.new_tokens, " tokens, possible ", longest,
+                              " together, what the KV pages hold"));
   }
 
   void describe() {

@@ -38,7 +38,9 @@ ABSL_FLAG(int32_t, chunk_tokens, 256, "prompt tokens of one sequence in one step
 ABSL_FLAG(int32_t, queue, 256, "requests that may wait for a slot; more are RESOURCE_EXHAUSTED");
 ABSL_FLAG(int32_t, max_prompt_tokens, 32768, "longest prompt");
 ABSL_FLAG(int32_t, max_new_tokens, 4096, "longest answer");
-ABSL_FLAG(bool, strict, false, "refuse to start rather than clamp what does not fit");
+ABSL_FLAG(bool, strict, false,
+          "refuse to start rather than clamp slots, memory, steps, chunks or lengths, or to ignore "
+          "a key of config.json");
 ABSL_FLAG(int32_t, drain_seconds, 30,
           "time for running calls to finish after SIGTERM; then they end with UNAVAILABLE");
 ABSL_FLAG(bool, log_requests, false, "one JSON line on stderr for each finished Generate call");
@@ -221,8 +223,8 @@ std::string usage() {
   }
   absl::StrAppend(&text,
                   "\nSIGTERM or SIGINT: running calls finish within --drain_seconds, exit 0; a "
-                  "second one ends at once,\nexit 1. Wrong flags exit 2, a model that cannot be "
-                  "served exits 1.\n");
+                  "second one ends at once,\nexit 1, unless it is the same within a second. "
+                  "Wrong flags exit 2, a model that cannot\nbe served exits 1.\n");
   return text;
 }
 

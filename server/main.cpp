@@ -7,6 +7,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include <google/protobuf/stubs/logging.h>
 
@@ -94,9 +95,22 @@ struct Server {
   bool wait_for_calls(std::chrono::milliseconds at_most);
 };
 
+// Keys of config.json that mean nothing here: misspelt, or of another type of model.
+absl::Status report_unread(const Options& options, const std::vector<std::string>& keys) {
+  for (const std::string& key : keys) {
+    const std::string line = absl::StrCat(options.model_folder, "/config.json: ", key,
+                                          ": nothing reads this key; is it misspelt?");
+    if (options.strict) return absl::InvalidArgumentError(line);
+    say(absl::StrCat("ignored: ", line));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Server::plan() {
-  const absl::StatusOr<ModelSpec> spec = read_spec_folder(options.model_folder);
+  std::vector<std::string> unread;
+  const absl::StatusOr<ModelSpec> spec = read_spec_folder(options.model_folder, &unread);
   if (!spec.ok()) return spec.status();
+  if (absl::Status status = report_unread(options, unread); !status.ok()) return status;
   auto opened = open_device(options.device, {.threads = thread_count(options)});
   if (!opened.ok()) return opened.status();
   backend = *std::move(opened);

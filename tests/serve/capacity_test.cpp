@@ -3,6 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
+
+#include "tests/serve/client.h"
+
 namespace weir {
 namespace {
 
@@ -60,6 +65,39 @@ TEST(Capacity, StrictRefuses) {
   EXPECT_NE(plan.status().message().find("asked for 10000 slots"), absl::string_view::npos);
 }
 
+// Whatever is clamped is said, and refused when strict: the step, its chunks, the lengths.
+TEST(Capacity, StrictRefusesEveryClamp) {
+  struct Clamp {
+    ModelSpec spec;
+    CapacityAsked asked;
+    const char* line;
+  };
+  const Clamp clamps[] = {
+      {recurrent_spec(), {.slots = 30, .step_tokens = 8, .chunk_tokens = 8},
+       "asked for 8 tokens a step, needed 30"},
+      {recurrent_spec(), {.slots = 1, .step_tokens = 8, .chunk_tokens = 256},
+       "asked for prompt chunks of 256 tokens, possible 8"},
+      {hybrid_spec(), {.slots = 1, .kv_pages = 2, .prompt_tokens = 129, .new_tokens = 1},
+       "asked for prompts of 129 and answers of 1 tokens, possible 128"},
+      {hybrid_spec(), {.slots = 1, .kv_pages = 2, .prompt_tokens = 1, .new_tokens = 129},
+       "asked for prompts of 1 and answers of 129 tokens, possible 128"}};
+  for (Clamp clamp : clamps) {
+    SCOPED_TRACE(clamp.line);
+    const auto clamped = plan_capacity(clamp.spec, clamp.asked, given(10'000));
+    ASSERT_TRUE(clamped.ok()) << clamped.status();
+    EXPECT_NE(all(clamped->lines).find(std::string("clamped: ") + clamp.line), std::string::npos)
+        << all(clamped->lines);
+    clamp.asked.strict = true;
+    const auto refused = plan_capacity(clamp.spec, clamp.asked, given(10'000));
+    ASSERT_FALSE(refused.ok());
+    EXPECT_NE(refused.status().message().find(clamp.line), absl::string_view::npos)
+        << refused.status();
+  }
+  const CapacityAsked fits{.slots = 8, .kv_pages = 2, .step_tokens = 8, .chunk_tokens = 8,
+                           .prompt_tokens = 128, .new_tokens = 128, .strict = true};
+  EXPECT_TRUE(plan_capacity(hybrid_spec(), fits, given(10'000)).ok());
+}
+
 TEST(Capacity, NotOneSequenceFits) {
   const auto plan = plan_capacity(recurrent_spec(), {.state_bytes = 1000}, given(10'000));
   ASSERT_FALSE(plan.ok());
@@ -103,6 +141,30 @@ TEST(Capacity, MoreSlotsThanStepTokensRaiseTheStep) {
   ASSERT_TRUE(plan.ok()) << plan.status();
   EXPECT_EQ(plan->limits.step_tokens, 30);
   EXPECT_EQ(plan->limits.chunk_tokens, 30);
+}
+
+// A misspelt key is said at the start, by name; strict, the start is refused.
+TEST(Start, AConfigKeyThatNothingReads) {
+  char folder[] = "/tmp/weir-config-XXXXXX";
+  ASSERT_NE(mkdtemp(folder), nullptr);
+  std::filesystem::copy(testing::vectors("gated-deltanet"), folder);
+  const std::string path = std::string(folder) + "/config.json";
+  std::ifstream file(path);
+  std::string text{std::istreambuf_iterator<char>(file), {}};
+  text.insert(text.find('{') + 1, "\"norm_epz\": 1e-5,");
+  std::ofstream(path) << text;
+  {
+    testing::TestServer server(folder);
+    EXPECT_TRUE(server.serving()) << server.output();
+    EXPECT_NE(server.output().find("ignored: " + path + ": norm_epz: nothing reads this key"),
+              std::string::npos) << server.output();
+  }
+  testing::TestServer strict(folder, {"--strict"});
+  EXPECT_FALSE(strict.serving());
+  EXPECT_EQ(strict.wait_exit(), 1);
+  EXPECT_NE(strict.output().find(path + ": norm_epz: nothing reads this key"), std::string::npos)
+      << strict.output();
+  std::filesystem::remove_all(folder);
 }
 
 }  // namespace
