@@ -147,7 +147,8 @@ v1::GenerateRequest make_request(const CommandLine& line, const std::string& pro
   v1::OutputParameters* output = request.mutable_output();
   if (absl::GetFlag(FLAGS_echo)) output->set_echo(true);
   if (absl::GetFlag(FLAGS_logprobs)) output->set_logprobs(true);
-  output->set_return_token_ids(absl::GetFlag(FLAGS_token_ids));
+  // --stats counts them, when the end that would say how many never comes.
+  output->set_return_token_ids(absl::GetFlag(FLAGS_token_ids) || absl::GetFlag(FLAGS_stats));
   return request;
 }
 
@@ -205,6 +206,15 @@ void print_stats(const Answer& answer) {
                static_cast<unsigned long long>(answer.effective.sampling().seed()));
 }
 
+// Of a call that ended before its answer did, by its deadline for one.
+void print_stats_without_end(const Answer& answer, const grpc::Status& status) {
+  std::fprintf(stderr, "finish: none, %s\ntokens: received %zu\n",
+               code_name(status.error_code()).c_str(), answer.token_ids.size());
+  if (!answer.effective.has_sampling()) return;  // nothing of the server arrived
+  std::fprintf(stderr, "seed: %llu\n",
+               static_cast<unsigned long long>(answer.effective.sampling().seed()));
+}
+
 void print_extras(const Answer& answer) {
   if (absl::GetFlag(FLAGS_token_ids)) {
     std::fprintf(stderr, "token ids:");
@@ -226,6 +236,7 @@ int conclude(const grpc::Status& status, const Answer& answer, int signal) {
     return fail("cannot write the answer: " + std::string(std::strerror(answer.write_error)));
   }
   if (answer.printed && !answer.ends_line && isatty(STDOUT_FILENO) == 1) std::puts("");
+  if (!status.ok() && absl::GetFlag(FLAGS_stats)) print_stats_without_end(answer, status);
   if (signal != 0 && status.error_code() == grpc::StatusCode::CANCELLED) return 128 + signal;
   if (!status.ok()) {
     const bool unreachable = status.error_code() == grpc::StatusCode::UNAVAILABLE;

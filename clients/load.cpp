@@ -115,20 +115,22 @@ v1::GetModelResponse get_model(v1::Generation::Stub& stub) {
   return model;
 }
 
-PromptText get_prompt_text(v1::Generation::Stub& stub) {
+// At most `bytes_max` bytes of text, which prompts are cut from, round and round.
+PromptText get_prompt_text(v1::Generation::Stub& stub, size_t bytes_max) {
   const std::string path = absl::GetFlag(FLAGS_prompt_file);
   std::string text = random_words(absl::GetFlag(FLAGS_seed), kRandomWords);
   if (!path.empty()) {
     std::string error;
     const std::optional<std::string> read = read_text(path, &error);
     if (!read) fail(error);
-    text = read->substr(0, kTextBytes);
+    text = read->substr(0, bytes_max);
     const size_t valid = valid_utf8_prefix(text);
     if (valid + 3 < text.size() || valid == 0) {  // the cut may have split one character
       fail(path + ": expected text in UTF-8; byte " + std::to_string(valid) + " is not");
     }
     text.resize(valid);
   }
+  text.resize(std::min(text.size(), bytes_max));
   v1::TokenizeRequest request;
   request.set_text(text);
   v1::TokenizeResponse response;
@@ -153,16 +155,40 @@ std::vector<std::unique_ptr<v1::Generation::Stub>> connect() {
   return stubs;
 }
 
+// A length that the server would refuse is said before the first call: fixed and uniform ones are
+// wrong usage; a log-normal one always has a tail, which is cut.
+void check_length(const char* name, const std::string& value, const LengthDistribution& length,
+                  int64_t limit) {
+  const int64_t longest = longest_length(length);
+  if (longest <= limit) return;
+  const std::string flag = "flag --" + std::string(name) + ": ";
+  const std::string most = std::to_string(limit);
+  if (!std::holds_alternative<LogNormalLength>(length)) {
+    exit_usage(flag + "expected at most " + most + ", what this server takes, found '" + value +
+               "'");
+  }
+  std::fprintf(stderr, "weir-load: %slonger ones are cut to %s tokens, what this server takes\n",
+               flag.c_str(), most.c_str());
+}
+
 LoadPlan make_plan(v1::Generation::Stub& stub, const v1::GetModelResponse& model,
                    LengthDistribution prompt, LengthDistribution answer) {
-  std::optional<PromptText> text;
-  if (absl::GetFlag(FLAGS_prompt_kind) == "text") text = get_prompt_text(stub);
+  const bool is_text = absl::GetFlag(FLAGS_prompt_kind) == "text";
   // Text is tokenized again by the server and may take a few tokens more, bos among them.
-  const int64_t margin = text ? 16 : 0;
+  const int64_t margin = is_text ? 16 : 0;
+  const auto prompt_limit = std::max<int64_t>(1, model.limits().prompt_tokens() - margin);
+  const auto answer_limit = std::max<int64_t>(1, model.limits().new_tokens());
+  check_length("prompt_tokens", absl::GetFlag(FLAGS_prompt_tokens), prompt, prompt_limit);
+  check_length("answer_tokens", absl::GetFlag(FLAGS_answer_tokens), answer, answer_limit);
+  // The server takes texts of as many bytes as its longest prompt can have: at least one a token.
+  std::optional<PromptText> text;
+  if (is_text) {
+    text = get_prompt_text(stub, std::min<size_t>(kTextBytes, model.limits().prompt_tokens()));
+  }
   return LoadPlan({.prompt_tokens = prompt,
                    .answer_tokens = answer,
-                   .prompt_limit = std::max<int64_t>(1, model.limits().prompt_tokens() - margin),
-                   .answer_limit = std::max<int64_t>(1, model.limits().new_tokens()),
+                   .prompt_limit = prompt_limit,
+                   .answer_limit = answer_limit,
                    .vocab = static_cast<int32_t>(model.vocab_size()),
                    .seed = absl::GetFlag(FLAGS_seed),
                    .ignore_eos = absl::GetFlag(FLAGS_ignore_eos),
@@ -214,6 +240,16 @@ void write_json(const std::string& path, const std::string& text) {
   }
 }
 
+// That the report can be written is found out before the load is put on. What the file holds stays
+// until then; one that this makes is removed again.
+void check_writable(const std::string& path) {
+  const bool existed = access(path.c_str(), F_OK) == 0;
+  std::FILE* file = std::fopen(path.c_str(), "a");
+  if (file == nullptr) fail("--json: cannot write " + path + ": " + std::strerror(errno));
+  std::fclose(file);
+  if (!existed) std::remove(path.c_str());
+}
+
 int load(int argc, char** argv) {
   const CommandLine line = parse_command_line(argc, argv, kUsage);
   if (!line.positional.empty()) exit_usage("unexpected argument '" + line.positional[0] + "'");
@@ -222,6 +258,8 @@ int load(int argc, char** argv) {
       length_flag("prompt_tokens", absl::GetFlag(FLAGS_prompt_tokens));
   const LengthDistribution answer =
       length_flag("answer_tokens", absl::GetFlag(FLAGS_answer_tokens));
+  const std::string path = absl::GetFlag(FLAGS_json);
+  if (!path.empty()) check_writable(path);
 
   std::atomic<LoadRun*> running = nullptr;
   InterruptWatch watch([&running] {
@@ -241,7 +279,6 @@ int load(int argc, char** argv) {
   running = nullptr;
   if (terminal) std::fprintf(stderr, "\n");
   std::fputs(to_table(settings(options, model), result).c_str(), stdout);
-  const std::string path = absl::GetFlag(FLAGS_json);
   if (!path.empty()) write_json(path, to_json(settings(options, model), result));
   if (watch.received() != 0) return 128 + watch.received();
   return result.ok > 0 ? 0 : 1;

@@ -56,6 +56,13 @@ std::optional<LengthDistribution> parse_length(const std::string& text) {
   return std::nullopt;
 }
 
+int64_t longest_length(const LengthDistribution& distribution) {
+  if (const auto* fixed = std::get_if<FixedLength>(&distribution)) return fixed->tokens;
+  if (const auto* uniform = std::get_if<UniformLength>(&distribution)) return uniform->high;
+  const auto& log_normal = std::get<LogNormalLength>(distribution);
+  return static_cast<int64_t>(std::min(1e12, log_normal.median * std::exp(6 * log_normal.sigma)));
+}
+
 int64_t draw_length(const LengthDistribution& distribution, int64_t limit,
                     std::mt19937_64& random) {
   double length = 0;

@@ -24,6 +24,10 @@ using LengthDistribution = std::variant<FixedLength, UniformLength, LogNormalLen
 // "64", "fixed:64", "uniform:16:256" or "lognormal:64:0.8"; nothing when it is none of these.
 std::optional<LengthDistribution> parse_length(const std::string& text);
 
+// The longest length that may be drawn; of a log-normal one, which has no longest, one in 10^9 is
+// longer (six sigma).
+int64_t longest_length(const LengthDistribution& distribution);
+
 // A length of at least 1 and at most `limit` tokens.
 int64_t draw_length(const LengthDistribution& distribution, int64_t limit, std::mt19937_64& random);
 

@@ -87,6 +87,19 @@ TEST(Ask, MistakesAreOneLine) {
         "INVALID_ARGUMENT: sampling.temperature");
 }
 
+// After a deadline there is no last message, but much to say of what came before.
+TEST(Ask, StatsAfterADeadline) {
+  TestServer server(vectors("gated-deltanet"), {"--max_new_tokens=1000000"});
+  ASSERT_TRUE(server.serving()) << server.output();
+  const Ran ran = run({kAsk, "x", "--ignore_eos", "--max_tokens=1000000", "--stats", "--seed=9",
+                       "--timeout_s=3", "--server=" + server.address()});
+  EXPECT_EQ(ran.code, 1) << ran.output;
+  for (const char* part : {"finish: none, DEADLINE_EXCEEDED", "tokens: received ", "seed: 9"}) {
+    EXPECT_TRUE(contains(ran, part)) << part << ": " << ran.output;
+  }
+  EXPECT_FALSE(contains(ran, "received 0\n")) << ran.output;
+}
+
 TEST(Ask, CtrlCCancelsAndAClosedPipeToo) {
   TestServer server(vectors("gated-deltanet"), {"--slots=1", "--max_new_tokens=1000000"});
   ASSERT_TRUE(server.serving()) << server.output();
@@ -153,6 +166,30 @@ TEST(Load, ErrorsAreCountedByCode) {
                 report["errors"]["RESOURCE_EXHAUSTED"]["count"].get<int>(), 30);
 }
 
+// Before any call, not after the load was put on for nothing.
+TEST(Load, SaysWhatItCannotDoFirst) {
+  const Ran unwritable = run({kLoad, "--server=127.0.0.1:1", "--json=/nowhere/report.json"});
+  EXPECT_EQ(unwritable.code, 1) << unwritable.output;
+  EXPECT_TRUE(contains(unwritable, "--json: cannot write /nowhere/report.json"))
+      << unwritable.output;
+
+  TestServer server(vectors("gated-deltanet"), {"--max_prompt_tokens=100", "--max_new_tokens=50"});
+  ASSERT_TRUE(server.serving()) << server.output();
+  const auto load = [&](const std::string& flag) {
+    return run({kLoad, "--server", server.address(), "--requests=2", flag});
+  };
+  const Ran prompt = load("--prompt_tokens=101");
+  EXPECT_EQ(prompt.code, 2) << prompt.output;
+  EXPECT_TRUE(contains(prompt, "flag --prompt_tokens: expected at most 84, what this server takes, "
+                               "found '101'")) << prompt.output;
+  const Ran answer = load("--answer_tokens=uniform:1:51");
+  EXPECT_EQ(answer.code, 2) << answer.output;
+  EXPECT_TRUE(contains(answer, "flag --answer_tokens: expected at most 50")) << answer.output;
+  const Ran tail = load("--answer_tokens=lognormal:20:0.5");
+  EXPECT_EQ(tail.code, 0) << tail.output;
+  EXPECT_TRUE(contains(tail, "--answer_tokens: longer ones are cut to 50 tokens")) << tail.output;
+}
+
 TEST(LoadPlan, Lengths) {
   std::mt19937_64 random(1);
   const auto draw = [&](const char* text) {
@@ -160,6 +197,10 @@ TEST(LoadPlan, Lengths) {
   };
   EXPECT_EQ(draw("64"), 64);
   EXPECT_EQ(draw("fixed:2000"), 1000) << "cut to the limit";
+  EXPECT_EQ(longest_length(*parse_length("64")), 64);
+  EXPECT_EQ(longest_length(*parse_length("uniform:3:5")), 5);
+  EXPECT_EQ(longest_length(*parse_length("lognormal:100:0.5")), 2008);  // 100·e^3
+  EXPECT_EQ(longest_length(*parse_length("lognormal:100:9")), 1'000'000'000'000);
   for (int i = 0; i < 100; ++i) {
     const int64_t length = draw("uniform:3:5");
     EXPECT_TRUE(length >= 3 && length <= 5) << length;
