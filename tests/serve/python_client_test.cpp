@@ -44,6 +44,19 @@ TEST(PythonClient, AskStreamsAnAnswer) {
   EXPECT_EQ(refused->wait_exit(), 1);
   EXPECT_NE(refused->output().find("INVALID_ARGUMENT: "), std::string::npos) << refused->output();
   EXPECT_EQ(refused->output().find("Traceback"), std::string::npos) << refused->output();
+
+  const std::vector<std::vector<std::string>> mistakes = {
+      {"--max-tokens", "-1"}, {"--max-tokens", "5000000000"}, {"--max-tokens", "many"},
+      {"--seed", "-1"},       {"--seed", "1e3"},              {"--temperature", "nan"},
+      {"--temperature", "1e99"}, {"--timeout", "nan"},        {"--timeout", "-1"},
+      {"--stop", "\xff"}};
+  for (std::vector<std::string> arguments : mistakes) {
+    arguments.insert(arguments.begin(), "In the beginning");
+    const auto wrong = ask(arguments);
+    EXPECT_EQ(wrong->wait_exit(), 2) << arguments[1] << " " << arguments[2];
+    EXPECT_NE(wrong->output().find("ask.py: error: "), std::string::npos) << wrong->output();
+    EXPECT_EQ(wrong->output().find("Traceback"), std::string::npos) << wrong->output();
+  }
   std::filesystem::remove_all(folder);
 }
 
