@@ -71,13 +71,16 @@ bool served(const DeltaMix& op, const Context& context) {
   for (const Acts& acts : {op.q, op.k, op.v, op.erase, op.write}) {
     all = all && aligned(acts.data, acts.stride);
   }
-  for (const float* vector : {op.conv_q_bias, op.conv_k_bias, op.conv_v_bias, op.conv_q,
-                              op.conv_k, op.conv_v}) {
-    all = all && aligned(vector, 0);
-  }
   if (op.decay == Decay::PerChannel) {
     all = all && aligned(op.decay_in.data, op.decay_in.stride) && aligned(op.dt_bias, 0);
   }
+  const auto known = [&](Activation activation) {
+    return op.qk_activation == activation;
+  };
+  all = all && (known(Activation::Silu) || known(Activation::None) || known(Activation::Relu) ||
+                known(Activation::EluPlusOne));
+  all = all && (!op.gate || op.gate_activation == Activation::Silu ||
+                op.gate_activation == Activation::Sigmoid);
   return all && context.compute >= 80 && op.conv_width <= 4 &&
          (op.key_dim == 64 || op.key_dim == 128) && op.value_dim % 64 == 0;
 }

@@ -86,9 +86,36 @@ struct Consumer {
     tile[3] *= by.y;
   }
 
+  // The warp's own values, convolved and activated, from the chunk's first token on.
+  __device__ void values(int first) const {
+    constexpr int kCount = 8;  // tokens of each lane
+    const int lane = threadIdx.x % 32, channel = 16 * warp + lane % 4 * 4;
+    const int run = lane / 4 * kCount;
+    const bool inside = first > 0 && first + kTokens <= place.count;
+    float4 x[kCount + 3];
+    convolve<kCount>(op, place, stream(op, place, 2), shared.value_taps[0], 16 * kWarps,
+                     first + run, channel, inside, x);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = each(x[i], fast_silu);
+    if (op.write.data != nullptr) {
+      float4 logit[kCount];
+      gather<kCount>(op.write, place, first + run,
+                     int64_t(place.value_head) * op.value_dim + place.value + channel, logit);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) x[i] = times(x[i], each(logit[i], fast_sigmoid));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const bool valid = first + run + i < place.count;
+      store_halves(&shared.v[(run + i) * Shared::kValuePitch + channel], valid ? x[i] : zero4());
+    }
+    __syncwarp();
+  }
+
   // R = w v - S k, [value, token].
   __device__ void subtract_recalled(const typename Shared::Stage& in) {
-    const uint32_t values = rows_of_b(in.v + 16 * warp, Shared::kValuePitch);
+    const uint32_t values = rows_of_b(shared.v + 16 * warp, Shared::kValuePitch);
 #pragma unroll
     for (int n = 0; n < kTokens / 16; ++n) {
       uint32_t v[4];
@@ -101,10 +128,11 @@ struct Consumer {
           scale_columns(O[2 * n + h], columns(in.asked, 2 * n + h));
         }
         const float2 upper = unpack(v[2 * h]), lower = unpack(v[2 * h + 1]);
-        tile[0] = upper.x - tile[0];
-        tile[1] = upper.y - tile[1];
-        tile[2] = lower.x - tile[2];
-        tile[3] = lower.y - tile[3];
+        const float2 written = columns(in.written, 2 * n + h);
+        tile[0] = written.x * upper.x - tile[0];
+        tile[1] = written.y * upper.y - tile[1];
+        tile[2] = written.x * lower.x - tile[2];
+        tile[3] = written.y * lower.y - tile[3];
       }
     }
   }
@@ -175,26 +203,39 @@ struct Consumer {
     advance(in, kChannel ? U : kept);
   }
 
-  // Where the answer to this thread's token 8 n + p + i belongs, by value row.
+  // The head's answers to a chunk, normalised where the block has all of the head's values.
+  __device__ void write(int first) {
+    if (op.value_dim == 16 * kWarps) normalise(first);
+    float* token = at(op.out, place.begin + first + p) + column();
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float* const to = token + i * op.out.stride;
+        if (first + 8 * n + p + i < place.count) {
+          to[0] = O[n][i];
+          to[8] = O[n][i + 2];
+        }
+      }
+      token += 8 * op.out.stride;
+    }
+  }
   __device__ int64_t column() const {
     return int64_t(place.value_head) * op.value_dim + place.value + 16 * warp + g;
   }
 
-  // The head's answers to a chunk, normalised where the block has all of the head's values.
-  __device__ void write(int first) {
-    if (op.value_dim == 16 * kWarps) normalise(first);
+  // out = rms(o) * norm_weight [* gate_act(gate)]
+  __device__ void normalise(int first) {
+    float gate[kTokenTiles][4];
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int t = first + 8 * n + p + i % 2;
-        if (t < place.count) at(op.out, place.begin + t)[column() + i / 2 * 8] = O[n][i];
+        const int t = min(first + 8 * n + p + i % 2, place.count - 1);
+        const float* from = at(op.gate, place.begin + t) + column() + i / 2 * 8;
+        gate[n][i] = op.gate.data != nullptr ? *from : 0.0f;
       }
     }
-  }
-
-  // out = rms(o) * norm_weight [* gate_act(gate)]
-  __device__ void normalise(int first) {
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
 #pragma unroll
@@ -221,12 +262,15 @@ struct Consumer {
     for (int n = 0; n < kTokenTiles; ++n) {
       scale_columns(O[n], columns(shared.scale, n));
 #pragma unroll
+      for (int i = 0; i < 4; ++i) O[n][i] *= weight[i / 2];
+    }
+    if (op.gate.data == nullptr) return;
+    const bool silu = op.gate_activation == Activation::Silu;
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
       for (int i = 0; i < 4; ++i) {
-        O[n][i] *= weight[i / 2];
-        const int t = first + 8 * n + p + i % 2;
-        if (op.gate.data == nullptr || t >= place.count) continue;
-        const float gate = at(op.gate, place.begin + t)[column() + i / 2 * 8];
-        O[n][i] *= fast_activation(op.gate_activation, gate);
+        O[n][i] *= fast_sigmoid(gate[n][i]) * (silu ? gate[n][i] : 1.0f);
       }
     }
   }
@@ -237,6 +281,9 @@ __device__ inline void prepare_row(const DeltaMix& op, const Place& place,
                                    Layout<K, kChannel, kWarps>& shared) {
   constexpr int kAll = kPreparers + 32 * kWarps;
   const int chunks = (place.count + kTokens - 1) / kTokens;
+  ScalarLogits logits;
+  if (threadIdx.x < 32) logits.load(op, place, 0);
+#pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
     auto& stage = shared.stage[c % 2];
     const int first = c * kTokens;
@@ -245,24 +292,23 @@ __device__ inline void prepare_row(const DeltaMix& op, const Place& place,
     } else {
       meet_preparers();
     }
-    prefetch<K>(op, place, first + kTokens, 16 * kWarps);
+    prefetch<K, 16 * kWarps>(op, place, first + kTokens);
     const Preparer<K, kChannel, kWarps> preparer{op, place, shared, stage, first};
     const Products<K, kChannel, kWarps> products{shared, stage};
-    if (threadIdx.x < 32) preparer.scalar_gates();
+    if (threadIdx.x < 32) {
+      preparer.scalar_gates(logits);
+      logits.load(op, place, first + kTokens);
+    }
     if constexpr (kChannel) {
       preparer.channel_logs();
-      preparer.queries();
       meet_preparers();
       preparer.join_logs();
       preparer.keys();
-      preparer.values();
       meet_preparers();
       products.channel();
     } else {
-      preparer.queries();
       preparer.keys();
       meet_preparers();
-      preparer.values();
       products.scalar();
     }
     arrive(kFull + c % 2, kAll);
@@ -276,7 +322,9 @@ __device__ inline void consume_row(const DeltaMix& op, const Place& place, float
   const int chunks = (place.count + kTokens - 1) / kTokens;
   Consumer<K, kChannel, kWarps> consumer(op, place, shared);
   consumer.load_state(state);
+#pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
+    consumer.values(c * kTokens);
     meet(kFull + c % 2, kAll);
     consumer.run(shared.stage[c % 2]);
     if (c + 2 < chunks) arrive(kEmpty + c % 2, kAll);
@@ -307,6 +355,11 @@ __global__ __launch_bounds__(kPreparers + 32 * kWarps, 1) void delta_chunk_kerne
                     .history = op.history.data == nullptr ? nullptr : at(op.history, slot),
                     .channels = 2 * int64_t(op.key_heads) * K +
                                 int64_t(op.value_heads) * op.value_dim};
+  for (int which = 0; which < 2; ++which) {
+    keep_taps(stream(op, place, which), op.conv_width, K, shared.key_taps[which][0]);
+  }
+  keep_taps(stream(op, place, 2), op.conv_width, 16 * kWarps, shared.value_taps[0]);
+  __syncthreads();
   // 65,536 registers: 128 a thread at the start, where there are eight warps of each kind.
   if (threadIdx.x < kPreparers) {
     if constexpr (kWarps == 8) give_up_registers<88>();

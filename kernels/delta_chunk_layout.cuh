@@ -16,6 +16,8 @@ constexpr int kTokens = 64;       // of a chunk
 constexpr int kBlock = 16;        // tokens that share a decay reference
 constexpr int kPreparers = 256;   // threads
 
+constexpr int kTaps = 5;          // of a convolution: four, oldest first, and the bias
+
 // What is passed from the preparing warps to the others, twice; pitches in halves, so that the
 // rows of a fragment lie in different banks.
 template <int K, bool kChannel, int kWarps>
@@ -30,13 +32,16 @@ struct Layout {
     half end[kChannel ? kTokens * kKeyPitch : 8];         // per channel: keys times exp(last - L)
     half a[kTokens * kTokenPitch];   // -A below the diagonal blocks, (I + A)^-1 in them
     half p[kTokens * kTokenPitch];   // P, with zeros above the diagonal in the diagonal blocks
-    half v[kTokens * kValuePitch];   // values times the write gate
+    float written[kTokens];          // what a token's values are multiplied with
     // Scalar decay: what a token's column of S k, S q and U is multiplied with.
     float recalled[kTokens], asked[kTokens], kept[kTokens];
     float decay[kChannel ? K : 4];   // of the state, over the whole chunk
   };
   Stage stage[2];
-  float diagonal[4][kBlock * kDiagonalPitch];  // A's diagonal blocks
+  half v[kTokens * kValuePitch];   // values, each warp's own columns
+  float key_taps[2][kTaps][K];     // of queries and keys
+  float value_taps[kTaps][16 * kWarps];
+  float diagonal[4][kBlock * kDiagonalPitch];  // A's diagonal blocks, transposed
   float logs[kChannel ? kTokens * kLogPitch : kTokens];  // L, in powers of two
   float beta[kTokens];
   float run_sums[kChannel ? kPreparers * 4 : 4];         // log decays of each thread's tokens

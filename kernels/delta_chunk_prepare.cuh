@@ -1,4 +1,6 @@
 #pragma once
+#include <type_traits>
+
 #include "kernels/delta_chunk_layout.cuh"
 
 // The preparing warps of the chunk kernel: from raw projections to what the state needs of a chunk.
@@ -30,20 +32,30 @@ __device__ inline float4 each(float4 x, const F& f) {
   return {f(x.x), f(x.y), f(x.z), f(x.w)};
 }
 
+// 1 / (1 + exp(-x)) within 2.5e-4, half of a half's rounding: one instruction for the exponential.
 __device__ inline float fast_sigmoid(float x) {
-  return __fdividef(1.0f, 1.0f + exp2_fast(-kLog2E * x));
+  float tanh;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(0.5f * x));
+  return 0.5f + 0.5f * tanh;
 }
-__device__ inline float fast_activation(Activation activation, float x) {
-  return activation == Activation::Silu ? x * fast_sigmoid(x) : apply(activation, x);
+__device__ inline float fast_silu(float x) { return x * fast_sigmoid(x); }
+
+// The activations of queries and keys that the chunk kernel knows.
+__device__ inline float4 activated(Activation activation, float4 x) {
+  if (activation == Activation::Silu) return each(x, fast_silu);
+  if (activation == Activation::None) return x;
+  return each(x, [&](float one) {
+    const float above = fmaxf(one, 0.0f);
+    if (activation == Activation::Relu) return above;
+    return above + exp2_fast(kLog2E * fminf(one, 0.0f));  // elu(x) + 1
+  });
 }
 
-// The log decay in powers of two. log(1 + e) as its series where 1 + e would lose e.
-__device__ inline float log2_decay(const DeltaMix& op, float a, float x) {
-  if (op.lower_bound < 0) return kLog2E * op.lower_bound * fast_sigmoid(a * x);
+// log2(exp(softplus(x))). log(1 + e) is its series where 1 + e would lose e.
+__device__ inline float log2_softplus(float x) {
   const float e = exp2_fast(fminf(kLog2E * x, 126.0f));
   const float series = kLog2E * e * (1.0f - e * (0.5f - e * (1.0f / 3.0f)));
-  const float softplus = x > 30.0f ? kLog2E * x : e < 0.015625f ? series : __log2f(1.0f + e);
-  return -a * softplus;
+  return x > 30.0f ? kLog2E * x : e < 0.015625f ? series : __log2f(1.0f + e);
 }
 
 // Consecutive tokens of one group of threads, each of them with four neighbouring channels of kDim.
@@ -52,9 +64,9 @@ struct Run {
   static constexpr int kLanes = kDim / 4;                           // threads of a group
   static constexpr int kCount = kTokens * kLanes / kPreparers;      // its tokens
   static_assert(kCount >= 1 && kLanes <= 32);
-  int lane, first;  // channel / 4; token of the chunk
-  __device__ Run() : lane(threadIdx.x % kLanes), first(threadIdx.x / kLanes * kCount) {}
-  __device__ int channel() const { return 4 * lane; }
+  int channel, first;  // first channel; first token of the chunk
+  __device__ Run()
+      : channel(threadIdx.x % kLanes * 4), first(threadIdx.x / kLanes * kCount) {}
 };
 
 // One of the three convolutions, from the first of the block's channels on.
@@ -75,95 +87,130 @@ __device__ inline Stream stream(const DeltaMix& op, const Place& place, int whic
           bias == nullptr ? nullptr : bias + column, place.history + which * keys + column};
 }
 
-// The taps of four channels, newest last, as if the width were four.
-struct Taps {
-  alignas(16) float tap[4][4];  // [channel][tap]
-  float4 bias;
-
-  __device__ Taps(const Stream& s, int channel, int width) {
-    bias = s.bias == nullptr ? zero4() : load4(s.bias + channel);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float* from = s.taps + (channel + c) * width;
-      if (width == 4) {
-        *reinterpret_cast<float4*>(tap[c]) = load4(from);
-        continue;
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        tap[c][j] = width == 0 ? float(j == 3) : j >= 4 - width ? from[j - 4 + width] : 0.0f;
-      }
+// Taps of dim channels to shared memory, as if the width were four.
+__device__ inline void keep_taps(const Stream& s, int width, int dim, float* to) {
+  for (int i = threadIdx.x; i < kTaps * dim; i += blockDim.x) {
+    const int j = i / dim, channel = i % dim, tap = j - 4 + width;
+    float x = 0;
+    if (j == 4) {
+      x = s.bias == nullptr ? 0.0f : s.bias[channel];
+    } else if (width == 0) {
+      x = j == 3 ? 1.0f : 0.0f;
+    } else if (tap >= 0) {
+      x = s.taps[channel * width + tap];
     }
+    to[i] = x;
   }
-  __device__ float4 apply(const float4* x) const {  // x[0] .. x[3], oldest first
-    float4 y = bias;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      y.x += tap[0][j] * x[j].x;
-      y.y += tap[1][j] * x[j].y;
-      y.z += tap[2][j] * x[j].z;
-      y.w += tap[3][j] * x[j].w;
-    }
-    return y;
-  }
-};
-
-// Calls take(token of the chunk, convolved channels) for each token of the thread's run; what lies
-// behind the row's end is zero before its convolution and must not be kept after it.
-template <int kDim, typename Take>
-__device__ inline void convolve(const DeltaMix& op, const Place& place, const Stream& s,
-                                int chunk_first, const Take& take) {
-  constexpr int kCount = Run<kDim>::kCount;
-  const Run<kDim> run;
-  const int first = chunk_first + run.first;  // in the row
-  const float* const now = s.in + first * s.stride + run.channel();
-  float4 x[kCount + 3];
-#pragma unroll
-  for (int j = 0; j < kCount + 3; ++j) {
-    const int t = first + j - 3, kept = t + op.conv_width - 1;
-    const bool here = t >= 0;
-    const float* from = here ? now + (j - 3) * s.stride
-                             : s.past + kept * place.channels + run.channel();
-    const bool known = here ? t < place.count : !place.fresh && kept >= 0;
-    x[j] = known ? load4(from) : zero4();
-  }
-  const Taps taps(s, run.channel(), op.conv_width);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) take(run.first + i, taps.apply(x + i));
 }
 
-// What normalises a head's q or k, from its group's sums.
+// The convolution of four channels at kCount tokens from `first` of the row on, to x[0] ..
+// x[kCount - 1]. What lies behind the row's end is zero before its convolution and must not be
+// kept after it. `inside`: all of the chunk and the tokens before it are the row's.
+template <int kCount>
+__device__ inline void convolve(const DeltaMix& op, const Place& place, const Stream& s,
+                                const float* taps, int dim, int first, int channel, bool inside,
+                                float4 (&x)[kCount + 3]) {
+  const float* const now = s.in + int64_t(first - 3) * s.stride + channel;
+  if (inside) {
+#pragma unroll
+    for (int j = 0; j < kCount + 3; ++j) x[j] = load4(now + j * s.stride);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kCount + 3; ++j) {
+      const int t = first + j - 3, kept = t + op.conv_width - 1;
+      const bool here = t >= 0;
+      const float* from = here ? now + j * s.stride : s.past + kept * place.channels + channel;
+      const bool known = here ? t < place.count : !place.fresh && kept >= 0;
+      x[j] = known ? load4(from) : zero4();
+    }
+  }
+  float4 tap[kTaps];
+#pragma unroll
+  for (int j = 0; j < kTaps; ++j) tap[j] = load4(taps + j * dim + channel);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float4 y = tap[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) y = plus(y, times(tap[j], x[i + j]));
+    x[i] = y;
+  }
+}
+
+// kCount tokens' four columns of acts from the row's token `first` on; those behind the row's end
+// read as its last.
+template <int kCount>
+__device__ inline void gather(const Acts& acts, const Place& place, int first, int64_t column,
+                              float4 (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    x[i] = load4(at(acts, place.begin + min(first + i, place.count - 1)) + column);
+  }
+}
+
+// What normalises each of a group's vectors: their sums over lanes side by side.
 template <int K>
-__device__ inline float norm_scale(QkNorm norm, float4 x) {
+__device__ inline void norm_scales(QkNorm norm, const float4* x, float (&scale)[Run<K>::kCount]) {
   const bool l2 = norm == QkNorm::L2;
-  const float own = l2 ? x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w : x.x + x.y + x.z + x.w;
-  const float sum = sum_over_lanes<K / 4>(own);
-  return l2 ? rsqrtf(sum + 1e-6f) : 1.0f / sum;
+#pragma unroll
+  for (int i = 0; i < Run<K>::kCount; ++i) {
+    const float4 y = x[i];
+    scale[i] = l2 ? y.x * y.x + y.y * y.y + y.z * y.z + y.w * y.w : y.x + y.y + y.z + y.w;
+  }
+#pragma unroll
+  for (int step = K / 8; step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < Run<K>::kCount; ++i) {
+      scale[i] += __shfl_xor_sync(0xffffffffu, scale[i], step);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Run<K>::kCount; ++i) {
+    scale[i] = l2 ? rsqrtf(scale[i] + 1e-6f) : __fdividef(1.0f, scale[i]);
+  }
 }
 
 // Loads of a later chunk's inputs on their way to the L2 cache.
-template <int K>
-__device__ inline void prefetch(const DeltaMix& op, const Place& place, int chunk_first,
-                                int values) {
+template <int K, int kValues>
+__device__ inline void prefetch(const DeltaMix& op, const Place& place, int chunk_first) {
   const int64_t key = int64_t(place.key_head) * K;
   const int64_t value = int64_t(place.value_head) * op.value_dim + place.value;
-  const auto lines = [&](const Acts& acts, int64_t column, int dim) {
-    const int of_token = (dim + 31) / 32;  // 128 bytes each
-    for (int i = threadIdx.x; i < kTokens * of_token; i += kPreparers) {
-      const int t = chunk_first + i / of_token;
-      if (acts.data == nullptr || t >= place.count) continue;
-      const float* line = at(acts, place.begin + t) + column + i % of_token * 32;
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-    }
+  const auto lines = [&](const Acts& acts, int64_t column, auto dim) {
+    constexpr int kOfToken = (dim.value + 31) / 32;  // 128 bytes each
+    const int t = chunk_first + int(threadIdx.x) / kOfToken;
+    if (acts.data == nullptr || threadIdx.x >= kTokens * kOfToken || t >= place.count) return;
+    const float* line = at(acts, place.begin + t) + column + threadIdx.x % kOfToken * 32;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
   };
-  lines(op.q, key, K);
-  lines(op.k, key, K);
+  const std::integral_constant<int, K> keys;
+  const std::integral_constant<int, kValues> values;
+  lines(op.q, key, keys);
+  lines(op.k, key, keys);
   lines(op.v, value, values);
   lines(op.gate, value, values);
-  lines(op.erase, key, K);
+  lines(op.erase, key, keys);
   lines(op.write, value, values);
-  if (op.decay == Decay::PerChannel) lines(op.decay_in, int64_t(place.decay_head) * K, K);
+  if (op.decay == Decay::PerChannel) {
+    lines(op.decay_in, int64_t(place.decay_head) * K, keys);
+  }
 }
+
+// The logits of a chunk's gates of the whole head, two tokens for each lane of the first warp.
+struct ScalarLogits {
+  float beta[2], decay[2];
+
+  __device__ void load(const DeltaMix& op, const Place& place, int chunk_first) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int t = chunk_first + 2 * int(threadIdx.x) + i;
+      const bool known = t < place.count;
+      const int64_t token = place.begin + t;
+      beta[i] = known && op.beta.data != nullptr ? at(op.beta, token)[place.value_head] : 0.0f;
+      decay[i] = known && op.decay == Decay::PerHead
+                     ? at(op.decay_in, token)[place.decay_head] + op.dt_bias[place.decay_head]
+                     : 0.0f;
+    }
+  }
+};
 
 // One chunk into one stage.
 template <int K, bool kChannel, int kWarps>
@@ -176,26 +223,25 @@ struct Preparer {
   int first;  // the chunk's first token in the row
 
   __device__ bool valid(int t) const { return first + t < place.count; }
+  __device__ bool inside() const { return first > 0 && first + kTokens <= place.count; }
   __device__ int64_t token(int t) const { return place.begin + first + t; }
 
   // beta of every token, with L and what follows from it where one number decays a head. One warp.
-  __device__ void scalar_gates() const {
+  __device__ void scalar_gates(const ScalarLogits& logits) const {
     const int lane = threadIdx.x, t = 2 * lane;
     float g[2], beta[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const bool known = valid(t + i);
-      const float logit =
-          known && op.beta.data != nullptr ? at(op.beta, token(t + i))[place.value_head] : 0.0f;
-      beta[i] = op.beta_scale * (op.beta.data == nullptr ? 1.0f : fast_sigmoid(logit));
-      if (!known) beta[i] = 0;
+      beta[i] = op.beta_scale * (op.beta.data == nullptr ? 1.0f : fast_sigmoid(logits.beta[i]));
+      if (!valid(t + i)) beta[i] = 0;
       g[i] = 0;
-      if (!kChannel && known && op.decay == Decay::PerHead) {
-        const int head = place.decay_head;
-        g[i] = log2_decay(op, op.decay_a[head],
-                          at(op.decay_in, token(t + i))[head] + op.dt_bias[head]);
+      if (!kChannel && valid(t + i) && op.decay == Decay::PerHead) {
+        const float a = op.decay_a[place.decay_head], x = logits.decay[i];
+        g[i] = op.lower_bound < 0 ? kLog2E * op.lower_bound * fast_sigmoid(a * x)
+                                  : -a * log2_softplus(x);
       }
       shared.beta[t + i] = beta[i];
+      to.written[t + i] = op.write.data == nullptr ? beta[i] : 1.0f;
     }
     if (kChannel) return;
     float sum = g[0] + g[1];
@@ -218,38 +264,52 @@ struct Preparer {
 
   // L within each thread's run of tokens, per channel; the runs' sums beside it.
   __device__ void channel_logs() const {
+    constexpr int kCount = Run<K>::kCount;
     const Run<K> run;
     const int head = place.decay_head;
-    float4 sum = zero4();
+    float4 g[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) g[i] = zero4();
     if (op.decay != Decay::None) {
-      const bool whole = op.decay == Decay::PerHead;
-      const int64_t column = whole ? head : int64_t(head) * K + run.channel();
-      const auto read = [&](const float* from) {
-        return whole ? float4{from[0], from[0], from[0], from[0]} : load4(from);
-      };
-      const float a = op.decay_a[head];
-      const float4 shift = read(op.dt_bias + column);
-      float4 in[Run<K>::kCount];
+      const int64_t column = int64_t(head) * K + run.channel;
+      float4 shift;
+      if (op.decay == Decay::PerChannel) {
+        gather<kCount>(op.decay_in, place, first + run.first, column, g);
+        shift = load4(op.dt_bias + column);
+      } else {
 #pragma unroll
-      for (int i = 0; i < Run<K>::kCount; ++i) {
-        const int t = run.first + i;
-        in[i] = valid(t) ? read(at(op.decay_in, token(t)) + column) : zero4();
+        for (int i = 0; i < kCount; ++i) {
+          const int t = min(first + run.first + i, place.count - 1);
+          g[i].x = g[i].y = g[i].z = g[i].w = at(op.decay_in, place.begin + t)[head];
+        }
+        shift.x = shift.y = shift.z = shift.w = op.dt_bias[head];
       }
+      log2_decays<kCount>(op.decay_a[head], shift, g);
+    }
+    float4 sum = zero4();
 #pragma unroll
-      for (int i = 0; i < Run<K>::kCount; ++i) {
-        const int t = run.first + i;
-        const float4 g =
-            each(plus(in[i], shift), [&](float x) { return log2_decay(op, a, x); });
-        if (valid(t)) sum = plus(sum, g);
-        *reinterpret_cast<float4*>(&shared.logs[t * Shared::kLogPitch + run.channel()]) = sum;
-      }
-    } else {
-      for (int i = 0; i < Run<K>::kCount; ++i) {
-        *reinterpret_cast<float4*>(
-            &shared.logs[(run.first + i) * Shared::kLogPitch + run.channel()]) = sum;
-      }
+    for (int i = 0; i < kCount; ++i) {
+      const int t = run.first + i;
+      if (valid(t)) sum = plus(sum, g[i]);
+      *reinterpret_cast<float4*>(&shared.logs[t * Shared::kLogPitch + run.channel]) = sum;
     }
     *reinterpret_cast<float4*>(&shared.run_sums[4 * threadIdx.x]) = sum;
+  }
+
+  template <int kCount>
+  __device__ void log2_decays(float a, float4 shift, float4 (&g)[kCount]) const {
+    if (op.lower_bound < 0) {
+      const float bound = kLog2E * op.lower_bound;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        g[i] = each(plus(g[i], shift), [&](float x) { return bound * fast_sigmoid(a * x); });
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        g[i] = each(plus(g[i], shift), [&](float x) { return -a * log2_softplus(x); });
+      }
+    }
   }
 
   // After a barrier: the sums of the runs before are added.
@@ -262,55 +322,56 @@ struct Preparer {
 #pragma unroll
     for (int i = 0; i < Run<K>::kCount; ++i) {
       float4* const L = reinterpret_cast<float4*>(
-          &shared.logs[(run.first + i) * Shared::kLogPitch + run.channel()]);
+          &shared.logs[(run.first + i) * Shared::kLogPitch + run.channel]);
       *L = plus(*L, before);
     }
   }
 
-  __device__ void queries() const {
-    const Run<K> run;
-    const float scale = rsqrtf(float(K));
-    convolve<K>(op, place, stream(op, place, 0), first, [&](int t, float4 x) {
-      x = each(x, [&](float one) { return fast_activation(op.qk_activation, one); });
-      x = scaled(x, norm_scale<K>(op.qk_norm, x) * scale);
-      store_halves(&to.q[t * Shared::kKeyPitch + run.channel()], valid(t) ? x : zero4());
-    });
-  }
-
+  // Queries and keys: convolved, activated, normalised.
   __device__ void keys() const {
+    constexpr int kCount = Run<K>::kCount;
     const Run<K> run;
-    const int64_t column = int64_t(place.key_head) * K + run.channel();
-    convolve<K>(op, place, stream(op, place, 1), first, [&](int t, float4 x) {
-      x = each(x, [&](float one) { return fast_activation(op.qk_activation, one); });
-      x = scaled(x, norm_scale<K>(op.qk_norm, x));
-      if (!valid(t)) x = zero4();
-      if constexpr (kChannel) {
-        store_halves(&to.end[t * Shared::kKeyPitch + run.channel()], x);
-        if (op.erase.data == nullptr) {
-          x = scaled(x, shared.beta[t]);
-        } else if (valid(t)) {
-          const float4 logit = load4(at(op.erase, token(t)) + column);
-          x = times(x, each(logit, [&](float one) { return op.beta_scale * fast_sigmoid(one); }));
-        }
+#pragma unroll 1
+    for (int which = 0; which < 2; ++which) {
+      float4 x[kCount + 3];
+      float scale[kCount];
+      convolve<kCount>(op, place, stream(op, place, which), shared.key_taps[which][0], K,
+                       first + run.first, run.channel, inside(), x);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) x[i] = activated(op.qk_activation, x[i]);
+      norm_scales<K>(op.qk_norm, x, scale);
+      const float whole = which == 0 ? rsqrtf(float(K)) : 1.0f;
+      half* const kept = which == 0 ? to.q : kChannel ? to.end : to.k;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int t = run.first + i, place_of = t * Shared::kKeyPitch + run.channel;
+        x[i] = valid(t) ? scaled(x[i], scale[i] * whole) : zero4();
+        store_halves(&kept[place_of], x[i]);
       }
-      store_halves(&to.k[t * Shared::kKeyPitch + run.channel()], x);
-    });
+      if (kChannel && which == 1) erase(x);
+    }
   }
 
-  __device__ void values() const {
-    constexpr int kValues = 16 * kWarps;
-    const Run<kValues> run;
-    const int64_t column =
-        int64_t(place.value_head) * op.value_dim + place.value + run.channel();
-    convolve<kValues>(op, place, stream(op, place, 2), first, [&](int t, float4 x) {
-      x = each(x, [](float one) { return one * fast_sigmoid(one); });
-      if (op.write.data == nullptr) {
-        x = scaled(x, shared.beta[t]);
-      } else if (valid(t)) {
-        x = times(x, each(load4(at(op.write, token(t)) + column), fast_sigmoid));
+  // The keys times beta or the erase gate; x is used up.
+  __device__ void erase(float4 (&x)[Run<K>::kCount + 3]) const {
+    constexpr int kCount = Run<K>::kCount;
+    const Run<K> run;
+    if (op.erase.data != nullptr) {
+      float4 logit[kCount];
+      gather<kCount>(op.erase, place, first + run.first,
+                     int64_t(place.key_head) * K + run.channel, logit);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        x[i] = scaled(times(x[i], each(logit[i], fast_sigmoid)), op.beta_scale);
       }
-      store_halves(&to.v[t * Shared::kValuePitch + run.channel()], valid(t) ? x : zero4());
-    });
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) x[i] = scaled(x[i], shared.beta[run.first + i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      store_halves(&to.k[(run.first + i) * Shared::kKeyPitch + run.channel], x[i]);
+    }
   }
 };
 
