@@ -1,5 +1,6 @@
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <set>
@@ -60,8 +61,8 @@ class ConfigReader {
   double number(const char* key, double fallback, double min, double max) {
     const nlohmann::json* value = find(key);
     if (!value) return fallback;
-    const double read = value->is_number() ? value->get<double>() : min - 1;
-    if (read >= min && read <= max) return read;
+    const double read = value->is_number() ? value->get<double>() : std::nan("");
+    if (read >= min && read <= max) return read;  // never of a NaN
     refuse(key, absl::StrCat("a number from ", min, " to ", max), *value);
     return fallback;
   }

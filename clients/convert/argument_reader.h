@@ -1,4 +1,5 @@
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -40,7 +41,7 @@ class ArgumentReader {
   double number(const std::string& name, double fallback, double min, double max) {
     const Value* value = find(name);
     if (value == nullptr) return fallback;
-    double number = min - 1;
+    double number = std::nan("");  // which lies in no range
     if (const double* real = as<double>(value)) number = *real;
     if (const int64_t* whole = as<int64_t>(value)) number = double(*whole);
     if (number >= min && number <= max) return number;
