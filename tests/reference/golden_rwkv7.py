@@ -64,7 +64,9 @@ class TimeMixing:
         if layer > 0:
             self.loras["v"] = Lora(tensors, "v_lora", values, config.get("v_low_rank_dim", 16),
                                    hidden, same)
-        self.k_k = tensors("k_k", (hidden,), center=0.8, spread=0.3)
+        # The first head's keys are so short that the 1e-6 under their root shows.
+        size = np.where(np.arange(hidden) < self.dk, 1e-3, 1)
+        self.k_k = tensors("k_k", (hidden,), center=0.8 * size, spread=0.3 * size)
         self.k_a = tensors("k_a", (hidden,), center=0.9, spread=0.3)
         self.r_k = tensors("r_k", (self.heads, self.dk), spread=0.5 * self.dk ** 0.5)
         self.norm_eps = self.dk * config["norm_eps"]
