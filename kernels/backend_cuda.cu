@@ -223,12 +223,12 @@ void CudaBackend::enqueue(const Program& program) {
   context_.follows = false;
   states_.clear();
   for (const Op& op : program) {
-    if (const auto* mix = std::get_if<DeltaMix>(&op)) {
-      context_.fresh_state = std::ranges::find(states_, mix->state.data) == states_.end();
-      states_.push_back(mix->state.data);
-    }
     std::visit(
         [&](const auto& o) {
+          if constexpr (requires { o.state.data; }) {
+            context_.fresh_state = std::ranges::find(states_, o.state.data) == states_.end();
+            states_.push_back(o.state.data);
+          }
           if constexpr (requires { cuda::run(o, context_); }) {
             cuda::run(o, context_);
           } else {

@@ -37,6 +37,16 @@ void run(const RmsNorm& op, Context& context);
 void run(const Linear& op, Context& context);
 void run(const Swiglu& op, Context& context);
 void run(const DeltaMix& op, Context& context);
+void run(const SwilaMix& op, Context& context);
+void run(const OuterStep& op, Context& context);
+void run(const EraseStep& op, Context& context);
+void run(const TokenShift& op, Context& context);
+void run(const DepthAttention& op, Context& context);
+void run(const Conv1d& op, Context& context);
+void run(const Rotary& op, Context& context);
+void run(const Elementwise& op, Context& context);
+void run(const FeatureMap& op, Context& context);
+void run(const HeadNorm& op, Context& context);
 void run(const Attention& op, Context& context);
 void run(const Sample& op, Context& context);
 

@@ -37,11 +37,13 @@ std::vector<Candidate> candidates(const float* logits, int32_t vocab) {
   return all;
 }
 
+// In any order of the set.
 std::vector<double> probabilities(const std::vector<Candidate>& set, double temperature) {
+  const double largest = double(std::min_element(set.begin(), set.end())->logit);
   std::vector<double> p;
   double sum = 0;
   for (const Candidate& one : set) {
-    p.push_back(std::exp((double(one.logit) - double(set.front().logit)) / temperature));
+    p.push_back(std::exp((double(one.logit) - largest) / temperature));
     sum += p.back();
   }
   for (double& one : p) one /= sum;

@@ -1,3 +1,5 @@
+#include <cfloat>
+
 #include "kernels/cuda_util.cuh"
 
 namespace weir::cuda {
@@ -5,14 +7,23 @@ namespace {
 
 // One block draws one token. Sets of tokens (the k most likely, the smallest set with probability
 // p) are never sorted: an order is a 64-bit key, larger first, no two tokens share one, and the
-// set's last key is found by halving the range of keys, one pass over the logits each time.
+// set's last key is found through a histogram of the keys' values; see reach().
 //
-// Floor, greedy: the logits read once, 4 * vocab bytes.
+// Floor, greedy: the logits read once, 4 * vocab bytes. A filter reads them three times more, from
+// cache.
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
+constexpr int kBins = 2 * kThreads;       // of a histogram
+constexpr int kCandidates = kThreads;     // of a bin, at most, that are told apart one by one
+
+using Units = unsigned long long;  // of a measure: sums do not depend on the order of addition
 
 struct Scratch {
   double sum[kWarps];
-  unsigned long long key[kWarps];
+  Units key[kWarps];
+  Units bin[kBins];
+  Units candidate[kCandidates], units[kCandidates];  // keys of the bin that the goal lies in
+  Units before;                                      // sum over all larger keys
+  int found, count;
 };
 
 __device__ double block_sum(double value, Scratch& scratch) {
@@ -76,36 +87,146 @@ struct Candidates {
 
   __device__ float log_weight(int i) const { return (logits[i] - most) / temperature; }
   __device__ float weight(int i) const { return expf(log_weight(i)); }
+  // The weight as a whole number: what is below 2^-40 of the largest logit's is never drawn.
+  __device__ Units units(int i) const { return __float2ull_rz(weight(i) * 0x1p40f); }
   __device__ uint64_t key(int i) const { return key_of(logits[i], i); }
-  __device__ uint64_t typical_key(int i) const {
-    return key_of(-fabsf(log_total - log_weight(i) - entropy), i);
+  __device__ float typicality(int i) const {
+    return fmaxf(-fabsf(log_total - log_weight(i) - entropy), -FLT_MAX);
   }
   __device__ bool keeps(int i) const {
     return isfinite(logits[i]) && key(i) >= least &&
-           (!typical || typical_key(i) >= least_typical) && weight(i) >= least_weight;
+           (!typical || key_of(typicality(i), i) >= least_typical) && weight(i) >= least_weight;
   }
 };
 
-// The largest key with which the sum of measure(i) over all kept tokens of this key or a larger
-// one reaches the goal; 1 when it never does.
-template <typename Key, typename Measure>
-__device__ uint64_t reach(const Candidates& set, double goal, bool beyond, Scratch& scratch,
-                          const Key& key, const Measure& measure) {
-  uint64_t low = 1, high = ~uint64_t(0);
-  while (low < high) {
-    const uint64_t middle = high - (high - low) / 2;
-    double sum = 0;
-    for (int i = threadIdx.x; i < set.vocab; i += kThreads) {
-      if (set.keeps(i) && key(i) >= middle) sum += measure(i);
-    }
-    sum = block_sum(sum, scratch);
-    if (beyond ? sum > goal : sum >= goal) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
+// The part of an order that still holds the key looked for: values from high down to low.
+struct Span {
+  float low, high;
+  int vocab;
+
+  // Its bins, from the larger values on; of equal values, from the smaller tokens on, whole warps
+  // of tokens to a bin.
+  __device__ bool by_token() const { return low == high; }
+  __device__ int bin(float value, int token) const {
+    if (by_token()) return token / (32 * ((vocab - 1) / (32 * kBins) + 1));
+    const double width = (double(high) - double(low)) / kBins;
+    return min(kBins - 1, int((double(high) - double(value)) / width));
   }
-  return low;
+  __device__ bool holds(float value) const { return value >= low && value <= high; }
+};
+
+__device__ inline uint32_t ordered(float value) { return uint32_t(key_of(value, 0) >> 32); }
+__device__ inline float unordered(uint32_t bits) { return value_of(uint64_t(bits) << 32); }
+
+// Inclusive sums of the bins take their place; the sum of all is returned.
+__device__ Units add_up(Scratch& scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i = 2 * threadIdx.x;
+  const Units first = scratch.bin[i], both = first + scratch.bin[i + 1];
+  Units sum = both;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const Units lower = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += lower;
+  }
+  if (lane == 31) scratch.key[warp] = sum;
+  __syncthreads();  // every warp's sum is there
+  Units before = 0, all = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) before += scratch.key[w];
+    all += scratch.key[w];
+  }
+  scratch.bin[i] = before + sum - both + first;
+  scratch.bin[i + 1] = before + sum;
+  __syncthreads();  // all sums are there, and the warps' have been read
+  return all;
+}
+
+// The largest key with which the sum of units(i) over all kept tokens of this key or a larger one
+// reaches (beyond: exceeds) goal(sum over all kept); 0 when it never does.
+//
+// A histogram over the values finds the bin that the goal lies in. A bin of up to kCandidates
+// tokens is resolved at once, a larger one is a smaller span for the next histogram: with bins as
+// wide as the values are spread a second one is rare.
+template <typename Goal, typename Value, typename Measure>
+__device__ uint64_t reach(const Candidates& set, bool beyond, Scratch& scratch, const Goal& goal,
+                          const Value& value, const Measure& units) {
+  // Calls use(i, units) with each thread's tokens of the span, and with no units for the others, so
+  // that all lanes of a warp come along.
+  const auto each = [&](const Span& span, const auto& use) {
+    for (int base = 0; base < set.vocab; base += kThreads) {
+      const int i = base + int(threadIdx.x);
+      const bool here = i < set.vocab && set.keeps(i) && span.holds(value(i));
+      use(i, here ? units(i) : Units(0));
+    }
+  };
+  // The least and the largest value of what each() finds, where wanted.
+  const auto measure = [&](const Span& span, const auto& wanted) {
+    uint64_t low = 0, high = 0;
+    each(span, [&](int i, Units there) {
+      if (there == 0 || !wanted(i, there)) return;
+      const uint32_t bits = ordered(value(i));
+      low = max(low, uint64_t(~bits));
+      high = max(high, uint64_t(bits));
+    });
+    low = block_max(low, scratch);
+    high = block_max(high, scratch);
+    return Span{unordered(~uint32_t(low)), unordered(uint32_t(high)), set.vocab};
+  };
+  Span span{-INFINITY, INFINITY, set.vocab};
+  span = measure(span, [](int, Units) { return true; });
+  Units before = 0;  // of larger keys than the span's
+  double enough = 0;
+  const auto reached = [&](Units sum) {
+    return beyond ? double(sum) > enough : double(sum) >= enough;
+  };
+  for (bool first = true;; first = false) {
+    scratch.bin[threadIdx.x] = scratch.bin[threadIdx.x + kThreads] = 0;
+    if (threadIdx.x == 0) scratch.found = -1, scratch.count = 0;
+    __syncthreads();  // the bins are empty
+    each(span, [&](int i, Units there) {
+      if (!span.by_token()) {
+        if (there > 0) atomicAdd(&scratch.bin[span.bin(value(i), i)], there);
+        return;
+      }
+      for (int step = 16; step > 0; step /= 2) there += __shfl_xor_sync(0xffffffffu, there, step);
+      if (there > 0 && threadIdx.x % 32 == 0) atomicAdd(&scratch.bin[span.bin(0, i)], there);
+    });
+    __syncthreads();  // all is counted
+    const Units all = add_up(scratch);
+    if (first) enough = beyond ? goal(double(all)) : fmax(goal(double(all)), 1.0);
+    for (int b = threadIdx.x; b < kBins; b += kThreads) {
+      const Units lower = before + (b == 0 ? 0 : scratch.bin[b - 1]);
+      if (reached(lower) || !reached(before + scratch.bin[b])) continue;
+      scratch.found = b;  // in one thread of all: sums grow
+      scratch.before = lower;
+    }
+    __syncthreads();  // the bin is found
+    const int found = scratch.found;
+    if (found < 0) return 0;
+    before = scratch.before;
+    span = measure(span, [&](int i, Units there) {
+      if (span.bin(value(i), i) != found) return false;
+      const int at = atomicAdd(&scratch.count, 1);
+      if (at < kCandidates) {
+        scratch.candidate[at] = key_of(value(i), i);
+        scratch.units[at] = there;
+      }
+      return true;
+    });
+    const int count = scratch.count;
+    if (count > kCandidates) {
+      __syncthreads();  // the count has been read
+      continue;
+    }
+    uint64_t last = 0;
+    if (int(threadIdx.x) < count) {
+      const Units mine = scratch.candidate[threadIdx.x];
+      Units sum = before;
+      for (int j = 0; j < count; ++j) sum += scratch.candidate[j] >= mine ? scratch.units[j] : 0;
+      if (reached(sum)) last = mine;
+    }
+    return block_max(last, scratch);
+  }
 }
 
 template <typename Measure>
@@ -130,26 +251,28 @@ __device__ double uniform(uint64_t seed, int32_t position) {
 }
 
 __device__ void filter(Candidates& set, const Sampling& how, Scratch& scratch) {
-  const auto key = [&](int i) { return set.key(i); };
-  const auto weight = [&](int i) { return double(set.weight(i)); };
+  const auto logit = [&](int i) { return set.logits[i]; };
+  const auto weight = [&](int i) { return set.units(i); };
   if (how.top_k > 0 && how.top_k < set.vocab) {
-    set.least = reach(set, how.top_k, false, scratch, key, [](int) { return 1.0; });
+    set.least = reach(set, false, scratch, [&](double) { return double(how.top_k); }, logit,
+                      [](int) { return Units(1); });
   }
   if (how.typical_p < 1) {
-    const double all = total(set, scratch, weight);
+    const double all = total(set, scratch, [&](int i) { return double(set.weight(i)); });
     set.log_total = float(log(all));
     set.entropy = float(total(set, scratch, [&](int i) {
-      return set.weight(i) / all * (set.log_total - set.log_weight(i));
+      const double p = set.weight(i) / all;
+      return p > 0 ? p * (set.log_total - set.log_weight(i)) : 0.0;
     }));
-    const uint64_t least = reach(
-        set, how.typical_p * all, false, scratch, [&](int i) { return set.typical_key(i); },
-        weight);
+    const uint64_t least =
+        reach(set, false, scratch, [&](double sum) { return how.typical_p * sum; },
+              [&](int i) { return set.typicality(i); }, weight);
     set.least_typical = least;
     set.typical = true;
   }
   if (how.top_p < 1) {
-    const double all = total(set, scratch, weight);
-    set.least = reach(set, how.top_p * all, false, scratch, key, weight);
+    set.least = max(set.least, reach(set, false, scratch,
+                                     [&](double sum) { return how.top_p * sum; }, logit, weight));
   }
   if (how.min_p > 0) {
     uint64_t most = 0;
@@ -169,12 +292,13 @@ __device__ int draw(const float* logits, int vocab, const Sampling& how, int32_t
   Candidates set{.logits = logits, .vocab = vocab, .most = value_of(most),
                  .temperature = how.temperature};
   filter(set, how, scratch);
-  const auto weight = [&](int i) { return double(set.weight(i)); };
-  const double goal = uniform(how.seed, position) * total(set, scratch, weight);
   // From the most likely one on where a filter has put them in order, else from the first.
-  const bool ordered = how.top_k > 0 || how.typical_p < 1 || how.top_p < 1;
-  const auto key = [&](int i) { return ordered ? set.key(i) : key_of(0, i); };
-  return token_of(reach(set, goal, true, scratch, key, weight));
+  const bool in_order = how.top_k > 0 || how.typical_p < 1 || how.top_p < 1;
+  const auto value = [&](int i) { return in_order ? logits[i] : 0.0f; };
+  const uint64_t key =
+      reach(set, true, scratch, [&](double sum) { return uniform(how.seed, position) * sum; },
+            value, [&](int i) { return set.units(i); });
+  return token_of(key != 0 ? key : most);  // rounding left the goal at the sum
 }
 
 __device__ float edited(float logit, const LogitEdit& edit, const Sampling& how) {

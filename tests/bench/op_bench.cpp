@@ -127,6 +127,79 @@ void bench_mixer(OpBench& bench, const Mixer& m, int32_t batch) {
   bench.time(m.name, batch, program);
 }
 
+struct SwilaKind {
+  const char* name;
+  bool gated, temporal;
+};
+
+// 16 heads of four mixtures of 64x64: a GDN's 16 heads of 128x128 in bytes.
+void bench_swila(OpBench& bench, const SwilaKind& kind, int32_t batch) {
+  if (!bench.wanted(kind.name)) return;
+  const int32_t heads = 16, J = 4, D = 64, channels = heads * D, mixed = channels * J;
+  const int64_t state = int64_t(mixed) * D, priors = kind.temporal ? 2 * mixed : 0;
+  const int64_t stride = state + priors + 9 * channels;
+  const int64_t copies = std::clamp<int64_t>(bench.pool_floats() / (stride * batch), 1, 128);
+  SwilaMix op{.rows = bench.rows(batch, 100), .heads = heads, .mixtures = J, .dim = D,
+              .q = bench.acts(batch, channels), .k = bench.acts(batch, channels),
+              .v = bench.acts(batch, channels), .conv_width = 4,
+              .conv_q = bench.acts(4, channels).data, .conv_k = bench.acts(4, channels).data,
+              .conv_v = bench.acts(4, channels).data, .key_router = bench.acts(batch, mixed),
+              .query_router = bench.acts(batch, mixed), .beta = bench.acts(batch, mixed),
+              .norm_weight = bench.acts(1, D).data, .norm_eps = 1e-6f,
+              .out = bench.acts(batch, channels)};
+  if (kind.temporal) {
+    op.key_mix = bench.acts(batch, channels);
+    op.query_mix = bench.acts(batch, channels);
+  }
+  if (kind.gated) {
+    op.decay_in = bench.acts(batch, mixed);
+    op.decay_a = bench.put(std::vector<float>(size_t(heads * J), 0.5f));
+    op.dt_bias = bench.acts(1, mixed).data;
+  }
+  Program program;
+  for (int64_t i = 0; i < copies; ++i) {
+    op.state = {bench.pool() + i * stride, copies * stride};
+    op.posterior = op.state.from(state);
+    op.prior = op.state.from(state + priors / 2);
+    op.history = op.state.from(state + priors);
+    program.push_back(op);
+  }
+  bench.time(kind.name, batch, program);
+}
+
+struct OuterKind {
+  const char* name;
+  int32_t heads, key_heads, key_dim, value_dim;
+  OuterStep::Decay decay;
+  bool normalise = false;
+};
+
+void bench_outer(OpBench& bench, const OuterKind& kind, int32_t batch) {
+  if (!bench.wanted(kind.name)) return;
+  const int64_t state = int64_t(kind.heads) * kind.value_dim * kind.key_dim;
+  const int64_t sums = kind.normalise ? int64_t(kind.heads) * kind.key_dim : 0;
+  const int64_t stride = state + sums, keys = int64_t(kind.key_heads) * kind.key_dim;
+  const int64_t copies = std::clamp<int64_t>(bench.pool_floats() / (stride * batch), 1, 128);
+  OuterStep op{.rows = bench.rows(batch, 100), .heads = kind.heads, .key_heads = kind.key_heads,
+               .value_heads = kind.heads, .query_heads = kind.key_heads, .key_dim = kind.key_dim,
+               .value_dim = kind.value_dim, .decay = kind.decay, .normalise = kind.normalise,
+               .q = bench.acts(batch, keys), .k = bench.acts(batch, keys),
+               .v = bench.acts(batch, int64_t(kind.heads) * kind.value_dim)};
+  if (kind.decay == OuterStep::Decay::PerKey) op.log_decay = bench.acts(batch, keys, 0.01f);
+  if (kind.decay == OuterStep::Decay::PerHead) {
+    op.log_decay = bench.acts(batch, kind.heads, 0.01f);
+    op.v_scale = bench.acts(batch, kind.heads);
+  }
+  op.out = bench.acts(batch, int64_t(kind.heads) * kind.value_dim);
+  Program program;
+  for (int64_t i = 0; i < copies; ++i) {
+    op.state = {bench.pool() + i * stride, copies * stride};
+    if (kind.normalise) op.sums = op.state.from(state);
+    program.push_back(op);
+  }
+  bench.time(kind.name, batch, program);
+}
+
 void bench_linear(OpBench& bench, const char* name, int32_t in, std::vector<int32_t> rows,
                   int32_t tokens) {
   if (!bench.wanted(name)) return;
@@ -162,9 +235,13 @@ void bench_small(OpBench& bench, int32_t batch) {
   }
   if (!bench.wanted("sample")) return;
   const auto count = size_t(batch);
-  for (const bool greedy : {true, false}) {
-    const Sampling how{.temperature = greedy ? 0.0f : 0.8f, .top_k = greedy ? 0 : 50,
-                       .top_p = greedy ? 1.0f : 0.9f};
+  const std::pair<const char*, Sampling> ways[] = {
+      {"sample, greedy", {}},
+      {"sample, temperature", {.temperature = 0.8f}},
+      {"sample, top_k 50, top_p 0.9", {.temperature = 0.8f, .top_k = 50, .top_p = 0.9f}},
+      {"sample, top_p 0.9", {.temperature = 0.8f, .top_p = 0.9f}},
+      {"sample, typical_p 0.9, min_p", {.temperature = 0.8f, .min_p = 0.02f, .typical_p = 0.9f}}};
+  for (const auto& [name, how] : ways) {
     Sample op{.count = batch, .vocab = 32000, .logits = bench.acts(batch, 32000, 4),
               .sampling = bench.put(std::vector<Sampling>(count, how)),
               .position = bench.put(std::vector<int32_t>(count, 5)),
@@ -176,13 +253,13 @@ void bench_small(OpBench& bench, int32_t batch) {
               .logprob = bench.acts(1, batch).data,
               .top_token = bench.put(std::vector<Token>(count * Sample::kTop)),
               .top_logprob = bench.acts(batch, Sample::kTop).data};
-    bench.time(greedy ? "sample, greedy" : "sample, top_k 50, top_p 0.9", batch, Program(8, op));
+    bench.time(name, batch, Program(8, op));
   }
 }
 
 void bench_all(OpBench& bench) {
   const std::vector<int32_t> batches =
-      bench.cpu() ? std::vector<int32_t>{1, 8} : std::vector<int32_t>{1, 8, 32, 128, 512};
+      bench.cpu() ? std::vector<int32_t>{1, 8} : std::vector<int32_t>{1, 8, 32, 128, 512, 1024};
   for (const int32_t batch : batches) {
     bench_mixer(bench, {"delta_mix DeltaNet 16x128x128", Decay::None, false, false}, batch);
     bench_mixer(bench, {"delta_mix GDN 16x128x128", Decay::PerHead, false, true}, batch);
@@ -191,6 +268,21 @@ void bench_all(OpBench& bench) {
     bench_mixer(bench, {"delta_mix GDN 16/32x128x128", Decay::PerHead, false, true, 16, 32}, batch);
     bench_mixer(bench, {"delta_mix GDN 6x256x512", Decay::PerHead, false, true, 6, 6, 256, 512},
                 batch);
+    for (const SwilaKind& kind : {SwilaKind{"swila_mix plain 16x4x64x64", false, false},
+                                  {"swila_mix temporal 16x4x64x64", false, true},
+                                  {"swila_mix gated 16x4x64x64", true, false},
+                                  {"swila_mix gated, temporal 16x4x64x64", true, true}}) {
+      bench_swila(bench, kind, batch);
+    }
+    using By = OuterStep::Decay;
+    for (const OuterKind& kind :
+         {OuterKind{"outer_step GLA 4x256x512", 4, 4, 256, 512, By::PerKey},
+          {"outer_step HGRN2 16x128x128", 16, 16, 128, 128, By::PerKey},
+          {"outer_step Mamba-2 64x128x64", 64, 1, 128, 64, By::PerHead},
+          {"outer_step linear attention 16x128x128", 16, 16, 128, 128, By::None},
+          {"outer_step normalised 16x128x128", 16, 16, 128, 128, By::None, true}}) {
+      bench_outer(bench, kind, batch);
+    }
   }
   const std::vector<int32_t> tokens = bench.cpu()
                                           ? std::vector<int32_t>{1, 8}

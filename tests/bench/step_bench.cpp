@@ -12,7 +12,7 @@ namespace {
 struct ModelShape {
   const char* name;
   int32_t layers = 24, dim = 2048, hidden = 5632, vocab = 32000;
-  DeltaMixer mixer;
+  Mixer mixer;
 };
 
 DeltaMixer mixer_of(DecayGate decay, OutputGate gate, Strength strength, int32_t heads) {
@@ -70,6 +70,44 @@ DeltaWeights random_mixer(const DeltaMixer& m, int32_t dim, RandomWeights& rando
   w.norm = random.vector(m.value_dim);
   w.o = random.matrix(dim, values);
   return w;
+}
+
+// Four mixtures of 64x64 a head: the state of as many heads of 128x128.
+SwilaMixer swila_of(bool gated, bool temporal, int32_t heads) {
+  return {.heads = heads, .mixtures = 4, .head_dim = 64, .router_rank = 64, .beta_rank = 64,
+          .gate_rank = 64, .temporal = temporal, .gated = gated, .conv = {.width = 4}};
+}
+
+SwilaWeights random_mixer(const SwilaMixer& m, int32_t dim, RandomWeights& random) {
+  const int32_t channels = m.heads * m.head_dim, mixed = channels * m.mixtures;
+  const auto low_rank = [&](int32_t rank) {
+    return LowRank{random.matrix(rank, dim), random.matrix(mixed, rank)};
+  };
+  SwilaWeights w{.q = random.matrix(channels, dim), .k = random.matrix(channels, dim),
+                 .v = random.matrix(channels, dim), .conv_q = random.vector(4 * channels),
+                 .conv_k = random.vector(4 * channels), .conv_v = random.vector(4 * channels)};
+  if (m.temporal) {
+    w.key_mix = random.matrix(channels, dim);
+    w.query_mix = random.matrix(channels, dim);
+    w.key_mix_bias = random.vector(channels);
+    w.query_mix_bias = random.vector(channels);
+  }
+  w.key_router = low_rank(m.router_rank);
+  w.query_router = low_rank(m.router_rank);
+  w.beta = low_rank(m.beta_rank);
+  if (m.gated) {
+    w.decay = low_rank(m.gate_rank);
+    w.decay_a = random.vector(m.heads * m.mixtures);
+    w.dt_bias = random.vector(mixed);
+  }
+  w.norm = random.vector(m.head_dim);
+  w.o = random.matrix(dim, channels);
+  return w;
+}
+
+MixerWeights random_mixer(const Mixer& mixer, int32_t dim, RandomWeights& random) {
+  if (const auto* swila = std::get_if<SwilaMixer>(&mixer)) return random_mixer(*swila, dim, random);
+  return random_mixer(std::get<DeltaMixer>(mixer), dim, random);
 }
 
 // A Model owns a checkpoint's files; this one has a single number in them.
@@ -206,6 +244,11 @@ void bench_all(const BenchOptions& options) {
                 {.name = "KDA 1.3B", .mixer = mixer_of(DecayGate::PerChannel,
                                                        OutputGate::LowRankSigmoid,
                                                        Strength::Beta, 16)},
+                {1, 32, 128}, results);
+    bench_shape(options, {.name = "SwiLA 1.3B", .mixer = swila_of(false, false, 16)}, {1, 32, 128},
+                results);
+    bench_shape(options,
+                {.name = "SwiLA 1.3B, gated, temporal", .mixer = swila_of(true, true, 16)},
                 {1, 32, 128}, results);
     bench_shape(options,
                 {.name = "GDN 374M", .dim = 1024, .hidden = 2816,

@@ -302,6 +302,16 @@ TEST(Sample, EqualLogitsGoToTheSmallerId) {
   }
 }
 
+// The first token by id may be further below the largest than exp() reaches.
+TEST(Sample, LogitsFarApartStayInRange) {
+  Row row{.logits = std::vector<float>(40, -1e30f), .sampling = {.temperature = 0.8f, .seed = 3}};
+  row.logits[33] = 60;
+  for (const CpuKind& kind : cpu_kinds()) {
+    const auto backend = make_cpu_backend(kind.options);
+    EXPECT_EQ(draw(*backend, {row})[0].token, 33) << kind.name;
+  }
+}
+
 // The report is of the model's own distribution, whatever the request makes of it.
 TEST(Sample, LogProbabilitiesAreTheModels) {
   Row row{.logits = {1, 2, 3, -kInfinity}, .sampling = {.temperature = 0.2f}, .top = 4};

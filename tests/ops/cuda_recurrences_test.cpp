@@ -1,0 +1,266 @@
+// The CUDA kernels of SwiLA and of the recurrences over vectors that are ready, the one that only
+// adds and the one that also erases, against the plain CPU ones.
+#include "tests/ops/cuda_steps.h"
+
+namespace weir {
+namespace {
+
+constexpr int32_t kSlots = 6;
+
+struct SwilaCase {
+  int32_t mixtures = 4, dim = 64, heads = 3, conv = 4;
+  bool temporal = false, gated = false;
+
+  std::string name() const {
+    return std::to_string(mixtures) + " of " + std::to_string(dim) + ", width " +
+           std::to_string(conv) + (gated ? ", gated" : "") + (temporal ? ", temporal" : "");
+  }
+};
+
+Program swila_program(Side& side, const SwilaCase& c, const Steps& steps) {
+  const int32_t T = steps.tokens(), channels = c.heads * c.dim, mixed = channels * c.mixtures;
+  SwilaMix op{.rows = steps.put(side), .heads = c.heads, .mixtures = c.mixtures, .dim = c.dim,
+              .q = side.acts(T, channels), .k = side.acts(T, channels),
+              .v = side.acts(T, channels, 3), .conv_width = c.conv,
+              .conv_q = side.floats(size_t(channels * c.conv), 0.5f),
+              .conv_k = side.floats(size_t(channels * c.conv), 0.5f),
+              .conv_v = side.floats(size_t(channels * c.conv), 0.5f),
+              .key_router = side.acts(T, mixed, 2), .query_router = side.acts(T, mixed, 2),
+              .beta = side.acts(T, mixed), .norm_weight = side.floats(size_t(c.dim)),
+              .norm_eps = 1e-5f};
+  if (c.temporal) {
+    op.key_mix = side.acts(T, channels);
+    op.query_mix = side.acts(T, channels);
+  }
+  if (c.gated) {
+    op.decay_in = side.acts(T, mixed, 3);
+    std::vector<float> a = side.normal(size_t(c.heads * c.mixtures));
+    for (float& value : a) value = std::exp(value);
+    op.decay_a = side.put(a);
+    op.dt_bias = side.floats(size_t(mixed));
+  }
+  const int64_t state = int64_t(mixed) * c.dim, history = int64_t(c.conv - 1) * 3 * channels;
+  const int64_t priors = state + 2 * mixed;
+  const int64_t stride = (priors + history + 35) / 4 * 4;  // a part of larger slots
+  std::vector<float> slots = side.normal(size_t(kSlots * stride), 0.3f);
+  for (int64_t slot = 0; slot < kSlots; ++slot) {  // distributions
+    for (int64_t i = state; i < priors; ++i) {
+      float& p = slots[size_t(slot * stride + i)];
+      p = std::fabs(p) + 0.01f;
+    }
+  }
+  op.state = {side.put(slots), stride};
+  op.posterior = op.state.from(state);
+  op.prior = op.state.from(state + mixed);
+  op.history = op.state.from(priors);
+  side.compare(op.state.data, slots.size(), "slots");
+  op.out = side.out(T, channels, "out");
+  return {op};
+}
+
+class CudaSwila : public CudaTest {
+ protected:
+  void check(const SwilaCase& c) {
+    const auto make = [&c](const Steps& steps) {
+      return [&c, &steps](Side& side) { return swila_program(side, c, steps); };
+    };
+    same("swila_mix decode, " + c.name(), 1e-5, make(kDecode));
+    same("swila_mix ragged, " + c.name(), 3e-5, make(kRagged));
+    same("swila_mix uneven, " + c.name(), 3e-5, make(kUneven));
+  }
+};
+
+TEST_F(CudaSwila, EveryVariantAndSize) {
+  for (const bool temporal : {false, true}) {
+    for (const bool gated : {false, true}) {
+      for (const auto& [mixtures, dim] : {std::pair{4, 64}, {4, 32}, {2, 64}, {8, 64}, {3, 10},
+                                          {1, 64}, {5, 40}}) {
+        check({.mixtures = mixtures, .dim = dim, .temporal = temporal, .gated = gated});
+      }
+      check({.conv = 2, .temporal = temporal, .gated = gated});
+      check({.mixtures = 2, .dim = 24, .conv = 1, .temporal = temporal, .gated = gated});
+    }
+  }
+}
+
+// A chunk computes what its tokens one by one compute, bit for bit.
+TEST_F(CudaSwila, ChunkEqualsSteps) {
+  for (const int dim : {64, 24}) {
+    const SwilaCase c{.dim = dim, .temporal = true, .gated = true};
+    const int32_t T = 9;
+    const Steps chunk{{2}, {0}, {0, T}};
+    Side whole(cuda(), 11), apart(cuda(), 11);
+    const Program program = swila_program(whole, c, chunk);
+    whole.backend().run(program);
+    const Program other = swila_program(apart, c, chunk);
+    for (int32_t t = 0; t < T; ++t) {
+      auto one = std::get<SwilaMix>(other.front());
+      one.rows = Steps{{2}, {t}, {0, 1}}.put(apart);
+      for (Acts SwilaMix::*acts :
+           {&SwilaMix::q, &SwilaMix::k, &SwilaMix::v, &SwilaMix::key_router,
+            &SwilaMix::query_router, &SwilaMix::beta, &SwilaMix::key_mix, &SwilaMix::query_mix,
+            &SwilaMix::decay_in, &SwilaMix::out}) {
+        (one.*acts).data += t * (one.*acts).stride;
+      }
+      apart.backend().run({one});
+    }
+    for (size_t i = 0; i < whole.outputs().size(); ++i) {
+      const auto &a = whole.outputs()[i], &b = apart.outputs()[i];
+      const std::vector<float> x = whole.read(a.data, a.count), y = apart.read(b.data, b.count);
+      EXPECT_EQ(std::memcmp(x.data(), y.data(), x.size() * sizeof(float)), 0) << a.name << dim;
+    }
+  }
+}
+
+struct OuterCase {
+  std::string name;
+  int32_t heads = 2, key_heads = 2, value_heads = 2, query_heads = 2;
+  int32_t key_dim = 128, value_dim = 128;
+  OuterStep::Decay decay = OuterStep::Decay::None;
+  bool normalise = false, v_scale = false, skip = false;
+};
+
+Program outer_program(Side& side, const OuterCase& c, const Steps& steps) {
+  const int32_t T = steps.tokens();
+  OuterStep op{.rows = steps.put(side), .heads = c.heads, .key_heads = c.key_heads,
+               .value_heads = c.value_heads, .query_heads = c.query_heads, .key_dim = c.key_dim,
+               .value_dim = c.value_dim, .decay = c.decay, .scale = 0.125f,
+               .normalise = c.normalise};
+  // Positive keys and queries where they are normalised by their sum.
+  const auto vectors = [&](int32_t heads) {
+    const int64_t dim = int64_t(heads) * c.key_dim;
+    const Acts shape{nullptr, (dim + 15) / 16 * 16 + 16};
+    std::vector<float> values = side.normal(size_t(T * shape.stride));
+    for (float& value : values) value = c.normalise ? std::fabs(value) : value;
+    return Acts{side.put(values), shape.stride};
+  };
+  op.q = vectors(c.query_heads);
+  op.k = vectors(c.key_heads);
+  op.v = side.acts(T, c.value_heads * c.value_dim);
+  const auto log_decays = [&](int64_t count) {
+    std::vector<float> values = side.normal(size_t(count));
+    for (float& value : values) value = -std::fabs(value) / 3;
+    return side.put(values);
+  };
+  using Decay = OuterStep::Decay;
+  const int64_t decays = c.decay == Decay::PerHead    ? c.heads
+                         : c.decay == Decay::PerKey   ? int64_t(c.key_heads) * c.key_dim
+                         : c.decay == Decay::PerValue ? int64_t(c.value_heads) * c.value_dim
+                                                      : 0;
+  if (decays > 0) op.log_decay = {log_decays(T * (decays + 4)), decays + 4};
+  if (c.decay == Decay::Constant) op.constant = log_decays(c.heads);
+  if (c.v_scale) op.v_scale = side.acts(T, c.heads);
+  if (c.skip) op.skip = side.floats(size_t(c.heads * c.value_dim));
+  const int64_t state = int64_t(c.heads) * c.value_dim * c.key_dim;
+  const int64_t sums = c.normalise ? int64_t(c.heads) * c.key_dim : 0;
+  const int64_t stride = (state + sums + 35) / 4 * 4;
+  std::vector<float> slots = side.normal(size_t(kSlots * stride), 0.3f);
+  for (int64_t slot = 0; slot < kSlots; ++slot) {
+    for (int64_t i = state; i < state + sums; ++i) {
+      float& sum = slots[size_t(slot * stride + i)];
+      sum = std::fabs(sum);
+    }
+  }
+  op.state = {side.put(slots), stride};
+  if (c.normalise) op.sums = op.state.from(state);
+  side.compare(op.state.data, slots.size(), "slots");
+  op.out = side.out(T, std::max(c.heads, c.query_heads) * c.value_dim, "out");
+  return {op};
+}
+
+TEST_F(CudaTest, OuterStepOfEveryDecayHeadAndSize) {
+  using Decay = OuterStep::Decay;
+  std::vector<OuterCase> cases;
+  for (const auto& [K, V] : {std::pair{32, 32}, {64, 40}, {128, 64}, {128, 7}, {256, 512},
+                             {512, 96}, {48, 24}, {10, 6}}) {
+    for (const Decay decay :
+         {Decay::None, Decay::Constant, Decay::PerHead, Decay::PerKey, Decay::PerValue}) {
+      cases.push_back({.name = std::to_string(K) + "x" + std::to_string(V) + ", decay " +
+                               std::to_string(int(decay)),
+                       .key_dim = K, .value_dim = V, .decay = decay});
+    }
+    cases.push_back({.name = std::to_string(K) + "x" + std::to_string(V) + ", normalised",
+                     .key_dim = K, .value_dim = V, .normalise = true});
+  }
+  cases.push_back({.name = "normalised, decaying", .decay = Decay::PerKey, .normalise = true});
+  for (const int32_t dim : {64, 24}) {
+    cases.push_back({.name = "Mamba-2, 4 heads of one group", .heads = 4, .key_heads = 1,
+                     .value_heads = 4, .query_heads = 1, .key_dim = 128, .value_dim = dim,
+                     .decay = Decay::PerHead, .v_scale = true, .skip = true});
+    cases.push_back({.name = "6 queries of 2 heads", .query_heads = 6, .key_dim = dim,
+                     .decay = Decay::PerKey});
+    cases.push_back({.name = "6 queries of 2 heads, normalised", .query_heads = 6, .key_dim = dim,
+                     .normalise = true});
+  }
+  for (const OuterCase& c : cases) {
+    const auto make = [&c](const Steps& steps) {
+      return [&c, &steps](Side& side) { return outer_program(side, c, steps); };
+    };
+    same("outer_step decode, " + c.name, 2e-6, make(kDecode));
+    same("outer_step ragged, " + c.name, 5e-6, make(kRagged));
+    same("outer_step uneven, " + c.name, 5e-6, make(kUneven));
+  }
+}
+
+struct EraseCase {
+  std::string name;
+  int32_t key_dim = 64, value_dim = 64, updates = 1;
+  Decay decay = Decay::PerChannel;
+  bool decayed_read = true, directions = false, beta = true, bonus = false;
+};
+
+Program erase_program(Side& side, const EraseCase& c, const Steps& steps) {
+  const int32_t T = steps.tokens(), heads = 3, keys = heads * c.key_dim,
+                values = heads * c.value_dim;
+  const float scale = 1 / std::sqrt(float(c.key_dim));  // no update may let the state grow
+  EraseStep op{.rows = steps.put(side), .heads = heads, .key_dim = c.key_dim,
+               .value_dim = c.value_dim, .updates = c.updates, .decay = c.decay,
+               .decayed_read = c.decayed_read, .scale = 0.3f, .q = side.acts(T, keys),
+               .k = side.acts(T, c.updates * keys, scale),
+               .v = side.acts(T, c.updates * values), .beta_scale = 1.2f};
+  if (c.directions) {
+    op.p = side.acts(T, c.updates * keys, scale);
+    op.e = side.acts(T, c.updates * keys, scale);
+  }
+  const int64_t decays = c.decay == Decay::PerHead ? heads : keys;
+  std::vector<float> log_decay = side.normal(size_t(T * (decays + 3)));
+  for (float& g : log_decay) g = -std::fabs(g) / 2;
+  op.log_decay = {side.put(log_decay), decays + 3};
+  if (c.beta) op.beta = side.acts(T, c.updates * heads);
+  const int64_t state = int64_t(values) * c.key_dim, stride = state + 32;
+  op.state = {side.floats(size_t(kSlots * stride), 0.3f), stride};
+  side.compare(op.state.data, size_t(kSlots * stride), "slots");
+  if (c.bonus) {
+    op.bonus = side.floats(size_t(keys));
+    op.bonus_out = side.out(T, values, "bonus");
+  }
+  op.out = side.out(T, values, "out");
+  return {op};
+}
+
+TEST_F(CudaTest, EraseStepOfEveryKindAndSize) {
+  std::vector<EraseCase> cases;
+  for (const auto& [K, V] :
+       {std::pair{32, 40}, {64, 64}, {128, 128}, {256, 24}, {20, 12}, {7, 5}}) {
+    const std::string size = std::to_string(K) + "x" + std::to_string(V);
+    cases.push_back({.name = "Gated DeltaProduct " + size, .key_dim = K, .value_dim = V,
+                     .updates = 3, .decay = Decay::PerHead});
+    cases.push_back({.name = "RWKV-7 " + size, .key_dim = K, .value_dim = V,
+                     .decayed_read = false, .directions = true, .beta = false, .bonus = true});
+    cases.push_back({.name = "Comba " + size, .key_dim = K, .value_dim = V,
+                     .decay = Decay::PerHead, .decayed_read = false, .directions = true});
+    cases.push_back({.name = "no decay " + size, .key_dim = K, .value_dim = V, .updates = 2,
+                     .decay = Decay::None});
+  }
+  for (const EraseCase& c : cases) {
+    const auto make = [&c](const Steps& steps) {
+      return [&c, &steps](Side& side) { return erase_program(side, c, steps); };
+    };
+    same("erase_step decode, " + c.name, 2e-6, make(kDecode));
+    same("erase_step ragged, " + c.name, 1e-5, make(kRagged));
+    same("erase_step uneven, " + c.name, 1e-5, make(kUneven));
+  }
+}
+
+}  // namespace
+}  // namespace weir
