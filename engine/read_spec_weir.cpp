@@ -133,7 +133,7 @@ const json* object_at(ConfigReader& reader, const char* key) {
 std::optional<ErrorRoute> read_error_route(ConfigReader& outer) {
   const json* object = object_at(outer, "cler");
   if (!object) return {};
-  ConfigReader reader(*object, outer.path(), "cler.", outer.status());
+  ConfigReader reader = outer.inside(*object, "cler");
   constexpr std::array kNames = {"mode", "gamma", "dynamic", "normalize", "site", "eps"};
   reader.refuse_others(kNames);
   using Mode = ErrorRoute::Mode;
@@ -168,7 +168,7 @@ std::optional<HiddenRoute> read_hidden_route(ConfigReader& outer, bool depth_res
   const json* object = object_at(outer, "route");
   if (!object) return {};
   if (outer.is_set("cler")) outer.refuse("route", "null, as cler is set", *object);
-  ConfigReader reader(*object, outer.path(), "route.", outer.status());
+  ConfigReader reader = outer.inside(*object, "route");
   constexpr std::array kNames = {"signal", "rank", "normalize"};
   reader.refuse_others(kNames);
   using Signal = HiddenRoute::Signal;
@@ -195,7 +195,7 @@ std::optional<HiddenRoute> read_hidden_route(ConfigReader& outer, bool depth_res
 std::optional<DepthResidual> read_attention_residuals(ConfigReader& outer) {
   const json* object = object_at(outer, "attention_residuals");
   if (!object) return {};
-  ConfigReader reader(*object, outer.path(), "attention_residuals.", outer.status());
+  ConfigReader reader = outer.inside(*object, "attention_residuals");
   reader.refuse_others(std::array{"eps"});
   return DepthResidual{
       .block = 1, .eps = float(reader.number("eps", 1e-6, 1e-30, 1)), .gains = false};
