@@ -11,7 +11,9 @@ struct FeatureMap {
     RowLinear,     // W x + b, the same map for every head; with Relu: T2R (arXiv 2103.13076)
     RowProduct,    // (W x + b) * (W2 x + b2)
     SoftmaxPair,   // softmax of [2y, -2y], y = W x + b: 2 dim numbers (Hedgehog, arXiv 2402.04347)
-    Dpfp,          // y * roll(y, j), j = 1 .. 4, y = [relu x, relu -x]: 8 dim (arXiv 2102.11174)
+    // y * roll(y, j), j = 1 .. 4, y = [relu x, -relu x]: 8 dim (arXiv 2102.11174, where the second
+    // half is relu -x; checkpoints are trained with fla's)
+    Dpfp,
   };
   static constexpr int32_t expansion(Kind kind) {
     return kind == Kind::SoftmaxPair ? 2 : kind == Kind::Dpfp ? 8 : 1;

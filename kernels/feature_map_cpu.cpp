@@ -32,7 +32,7 @@ void softmax_pair(const FeatureMap& op, const float* x, float* out) {
 void dpfp(const FeatureMap& op, const float* x, float* out) {
   const int32_t twice = 2 * op.dim;
   const auto y = [&](int32_t i) {
-    return i < op.dim ? std::max(x[i], 0.0f) : std::max(-x[i - op.dim], 0.0f);
+    return i < op.dim ? std::max(x[i], 0.0f) : -std::max(x[i - op.dim], 0.0f);
   };
   for (int32_t roll = 1; roll <= 4; ++roll) {
     for (int32_t i = 0; i < twice; ++i) *out++ = y(i) * y((i - roll + twice) % twice);

@@ -184,7 +184,7 @@ class FeatureMap:
         if self.kind == "t2r":
             return relu(ys[0])
         if self.kind == "dpfp":
-            y = np.concatenate([relu(x), relu(-x)], axis=-1)
+            y = np.concatenate([relu(x), -relu(x)], axis=-1)  # the paper: relu(-x)
             width = y.shape[-1]
             turned = [y[..., [(i - j) % width for i in range(width)]] for j in (1, 2, 3, 4)]
             return np.concatenate([y * t for t in turned], axis=-1)
