@@ -34,10 +34,10 @@ __device__ void softmax(float* x, int count, float* partial) {
   for (int i = threadIdx.x; i < count; i += kThreads) x[i] /= sum;
 }
 
-// y * roll(y, j), j = 1 .. 4, y = [relu x, relu -x].
+// y * roll(y, j), j = 1 .. 4, y = [relu x, -relu x].
 __device__ float dpfp(const float* x, int dim, int i) {
   const int twice = 2 * dim, roll = i / twice + 1, at = i % twice;
-  const auto y = [&](int j) { return fmaxf(j < dim ? x[j] : -x[j - dim], 0.0f); };
+  const auto y = [&](int j) { return j < dim ? fmaxf(x[j], 0.0f) : -fmaxf(x[j - dim], 0.0f); };
   return y(at) * y((at - roll + twice) % twice);
 }
 
