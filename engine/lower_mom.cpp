@@ -160,7 +160,10 @@ void lower(const MomMixer& m, const MomWeights& w, LayerContext& layer) {
   const int32_t pairs = tokens * m.chosen;
   const Acts answers = layer.workspace.take(pairs, values);
   for (int32_t e = 0; e < m.memories; ++e) {
-    Rows rows{.count = layer.rows.count, .tokens = pairs, .slot = layer.rows.slot};
+    Rows rows{.count = layer.rows.count,
+              .tokens = pairs,
+              .slot = layer.rows.slot,
+              .computed = true};
     if (route.row_first != nullptr) {
       rows.first = route.row_first + int64_t(e) * rows.count;
       rows.begin = route.row_begin + int64_t(e) * (rows.count + 1);

@@ -8,27 +8,57 @@ constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kAtOnce = 4;         // positions a warp has in flight
 constexpr int kHeadDimMost = 256;  // as many as the registers of attend() hold
 
-// A row's keys and values for one kv head.
+// A row's keys and values for one kv head, and the sums of log forget gates of all query heads.
 struct Memory {
   const Attention& op;
   int row, kv_head;
   Slot slot;
 
-  // The key of a position; its value lies values_after() floats on.
-  __device__ float* key(int position) const {
-    if (op.window > 0) {
-      const int64_t at_head = int64_t(kv_head) * op.window + position % op.window;
-      return at(op.ring, slot) + at_head * op.head_dim;
-    }
+  __device__ int block_tokens() const { return op.window > 0 ? op.window : op.page_tokens; }
+  __device__ float* block(int position) const {
+    if (op.window > 0) return at(op.ring, slot);
     const int32_t page =
         op.page_table[int64_t(row) * op.pages_per_row + position / op.page_tokens];
-    const int64_t at_head = int64_t(kv_head) * op.page_tokens + position % op.page_tokens;
-    return op.pages + page * op.page_stride + at_head * op.head_dim;
+    return op.pages + page * op.page_stride;
+  }
+  // The key of a position; its value lies values_after() floats on.
+  __device__ float* key(int position) const {
+    const int64_t at_head = int64_t(kv_head) * block_tokens() + position % block_tokens();
+    return block(position) + at_head * op.head_dim;
   }
   __device__ int64_t values_after() const {
-    return int64_t(op.kv_heads) * (op.window > 0 ? op.window : op.page_tokens) * op.head_dim;
+    return int64_t(op.kv_heads) * block_tokens() * op.head_dim;
   }
+  // A query head's sum up to a position; what its rounding left lies sum_rest() floats on.
+  __device__ float* gate_sum(int position, int head) const {
+    return block(position) + 2 * values_after() + int64_t(head) * block_tokens() +
+           position % block_tokens();
+  }
+  __device__ int64_t sum_rest() const { return int64_t(op.heads) * block_tokens(); }
 };
+
+// The norm of a head: all heads share one, or there is one for each.
+__device__ inline const float* norm_of(const Attention& op, const float* norm, int head) {
+  return norm != nullptr && op.norm_per_head ? norm + int64_t(head) * op.head_dim : norm;
+}
+
+// Keeps the sum of a query head's log gates up to a position, given the one before, and returns it
+// as it is kept: a chunk's sums are those of its tokens one by one.
+__device__ inline double add_gate(const Attention& op, const Memory& memory, int head, int token,
+                                  int position, double before) {
+  const double x = at(op.forget, token)[head];
+  const double total = before + fmin(x, 0.0) - log1p(exp(-fabs(x)));
+  float* const sum = memory.gate_sum(position, head);
+  sum[0] = float(total);
+  const float rest = float(total - double(sum[0]));
+  sum[memory.sum_rest()] = rest;
+  return double(sum[0]) + double(rest);
+}
+__device__ inline double gate_before(const Memory& memory, int head, int position) {
+  if (position == 0) return 0;
+  const float* const sum = memory.gate_sum(position - 1, head);
+  return double(sum[0]) + double(sum[memory.sum_rest()]);
+}
 
 // target = rope(norm(x)) of one head, by the whole block. `raw` is shared memory, [head_dim].
 __device__ void rotate(const Attention& op, const float* x, const float* norm, int position,
@@ -63,7 +93,7 @@ __device__ void append(const Attention& op, const Memory& memory, int token, int
                        float* raw) {
   const int64_t offset = int64_t(memory.kv_head) * op.head_dim;
   float* key = memory.key(position);
-  rotate(op, at(op.k, token) + offset, op.k_norm, position, raw, key);
+  rotate(op, at(op.k, token) + offset, norm_of(op, op.k_norm, memory.kv_head), position, raw, key);
   float* value = key + memory.values_after();
   for (int i = threadIdx.x; i < op.head_dim; i += kThreads) value[i] = at(op.v, token)[offset + i];
 }
@@ -74,10 +104,23 @@ struct Running {
   float most = -INFINITY, total = 0, out[kParts] = {};
 };
 
+// A query head's sum of log gates at the token that attends.
+struct Now {
+  int head = 0;
+  float sum = 0, rest = 0;
+
+  // F_t - F_s for a position s; 0 without a forget gate.
+  __device__ float bias(const Attention& op, const Memory& memory, int position) const {
+    if (!op.forgets) return 0;
+    const float* const then = memory.gate_sum(position, head);
+    return (sum - then[0]) + (rest - then[memory.sum_rest()]);
+  }
+};
+
 // Positions first, first + 1 .. of which the last `count` ones past the end are left out.
 template <int kParts>
 __device__ inline void see(const Attention& op, const Memory& memory, const float (&q)[kParts],
-                           int first, int count, Running<kParts>& running) {
+                           const Now& now, int first, int count, Running<kParts>& running) {
   const int lane = threadIdx.x % 32;
   const float scale = 1.0f / sqrtf(float(op.head_dim));
   const float* key[kAtOnce];
@@ -100,7 +143,8 @@ __device__ inline void see(const Attention& op, const Memory& memory, const floa
   float most = running.most;
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) {
-    score[u] = u < count ? sum_over_lanes(score[u]) * scale : -INFINITY;
+    const float sum = sum_over_lanes(score[u]) * scale;
+    score[u] = u < count ? sum + now.bias(op, memory, first + u) : -INFINITY;
     most = fmaxf(most, score[u]);
   }
   const float shrink = expf(running.most - most);
@@ -128,15 +172,22 @@ template <int kParts>
 __device__ void attend(const Attention& op, const Memory& memory, int head, int token,
                        int position, Shared& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, d = op.head_dim;
-  rotate(op, at(op.q, token) + int64_t(head) * d, op.q_norm, position, shared.raw, shared.q);
+  rotate(op, at(op.q, token) + int64_t(head) * d, norm_of(op, op.q_norm, head), position,
+         shared.raw, shared.q);
   float q[kParts];
 #pragma unroll
   for (int c = 0; c < kParts; ++c) q[c] = lane + 32 * c < d ? shared.q[lane + 32 * c] : 0.0f;
 
   const int begin = op.window > 0 ? max(0, position - op.window + 1) : 0;
+  Now now{head};
+  if (op.forgets) {
+    const float* const sum = memory.gate_sum(position, head);
+    now.sum = sum[0];
+    now.rest = sum[memory.sum_rest()];
+  }
   Running<kParts> running;
   for (int p = begin + warp * kAtOnce; p <= position; p += kWarps * kAtOnce) {
-    see<kParts>(op, memory, q, p, min(kAtOnce, position + 1 - p), running);
+    see<kParts>(op, memory, q, now, p, min(kAtOnce, position + 1 - p), running);
   }
   if (lane == 0) {
     shared.most[warp] = running.most;
@@ -184,6 +235,24 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
   append(op, memory, token, op.rows.first[row] + token - op.rows.begin[row], raw);
 }
 
+// Pages, with a forget gate: the sums of log gates of the step's own tokens, one after the other.
+// One block a row, one thread a query head.
+__global__ __launch_bounds__(kThreads) void gates_kernel(const __grid_constant__ Attention op) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int row = blockIdx.x, begin = op.rows.begin[row];
+  const int count = op.rows.begin[row + 1] - begin, first = op.rows.first[row];
+  const Slot slot = op.rows.slot[row];
+  if (slot == kPadding || count == 0) return;
+  const Memory memory{op, row, 0, slot};
+  for (int head = threadIdx.x; head < op.heads; head += kThreads) {
+    double total = gate_before(memory, head, first);
+    for (int t = 0; t < count; ++t) {
+      total = add_gate(op, memory, head, begin + t, first + t, total);
+    }
+  }
+}
+
 // Pages, second pass: one block per (token, query head).
 template <int kParts>
 __global__ __launch_bounds__(kThreads) void attend_kernel(const __grid_constant__ Attention op) {
@@ -212,7 +281,11 @@ __global__ __launch_bounds__(kThreads) void ring_kernel(const __grid_constant__ 
   for (int t = 0; t < count; ++t) {
     const int position = op.rows.first[row] + t;
     append(op, memory, begin + t, position, shared.raw);
-    __syncthreads();  // the key and value can be read
+    for (int i = threadIdx.x; op.forgets && i < group; i += kThreads) {
+      const int head = kv_head * group + i;
+      add_gate(op, memory, head, begin + t, position, gate_before(memory, head, position));
+    }
+    __syncthreads();  // key, value and sums can be read
     for (int i = 0; i < group; ++i) {
       attend<kParts>(op, memory, kv_head * group + i, begin + t, position, shared);
     }
@@ -228,6 +301,9 @@ void start(const Attention& op, Context& context) {
     return;
   }
   launch(context, {.grid = dim3(op.rows.tokens, op.kv_heads), .block = block}, append_kernel, op);
+  if (op.forgets) {
+    launch(context, {.grid = dim3(op.rows.count), .block = block}, gates_kernel, op);
+  }
   launch(context, {.grid = dim3(op.rows.tokens, op.heads), .block = block}, attend_kernel<kParts>,
          op);
 }

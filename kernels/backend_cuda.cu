@@ -202,13 +202,16 @@ void CudaBackend::copy(void* target, const void* source, size_t bytes) {
 const char* CudaBackend::unserved(const Program& program) const {
   for (const Op& op : program) {
     const auto* const mix = std::get_if<DeltaMix>(&op);
+    // These have kernels and tests, but no device has run them yet.
     if (mix && !mix->norm_output) return "delta_mix without a norm of its answers";
-    if (mix && (mix->values_ready || mix->emits)) return "delta_mix with cross-layer routing";
-    if (mix && !mix->erases) return "delta_mix that erases nothing";
-    if (mix && mix->qk_norm == QkNorm::L2Max) return "delta_mix with the norm l2_max";
     const auto* const attention = std::get_if<Attention>(&op);
     if (attention && attention->forgets) return "attention with a forget gate";
     if (attention && attention->norm_per_head) return "attention with a norm for each head";
+    if (std::holds_alternative<MemoryRoute>(op)) return name(op);
+    // These have none.
+    if (mix && (mix->values_ready || mix->emits)) return "delta_mix with cross-layer routing";
+    if (mix && !mix->erases) return "delta_mix that erases nothing";
+    if (mix && mix->qk_norm == QkNorm::L2Max) return "delta_mix with the norm l2_max";
     const bool served = std::visit(
         [](const auto& o) {
           return requires(cuda::Context & context) { cuda::run(o, context); };
@@ -225,6 +228,10 @@ void CudaBackend::enqueue(const Program& program) {
   for (const Op& op : program) {
     std::visit(
         [&](const auto& o) {
+          if constexpr (requires { o.rows.computed; }) {
+            // A kernel may read its rows before the one before it is done.
+            if (o.rows.computed) context_.follows = false;
+          }
           if constexpr (requires { o.state.data; }) {
             context_.fresh_state = std::ranges::find(states_, o.state.data) == states_.end();
             states_.push_back(o.state.data);

@@ -48,7 +48,12 @@ void run(const Elementwise& op, Context& context);
 void run(const FeatureMap& op, Context& context);
 void run(const HeadNorm& op, Context& context);
 void run(const Attention& op, Context& context);
+void run(const MemoryRoute& op, Context& context);
+void run(const MemoryMerge& op, Context& context);
 void run(const Sample& op, Context& context);
+
+// A Linear with a range of tokens.
+void run_range(const Linear& op, Context& context);
 
 struct Shape {
   dim3 grid, block;

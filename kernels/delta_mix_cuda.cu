@@ -37,7 +37,7 @@ struct Late {
 };
 
 __device__ inline Late late_factors(const DeltaMix& op, const Place& place, int i) {
-  if (i >= place.values) return {};
+  if (i >= place.values || !op.norm_output) return {};
   const float* gate = op.gate.data == nullptr
                           ? nullptr
                           : at(op.gate, place.begin + place.token) +
@@ -52,6 +52,13 @@ __device__ inline void finish(const DeltaMix& op, const Place& place, const Vect
   const int V = op.value_dim;
   const int64_t token = place.begin + place.token,
                 value0 = int64_t(place.value_head) * V + place.value0;
+  if (!op.norm_output) {
+    for (int i = threadIdx.x; i < place.values; i += kThreads) {
+      at(op.out, token)[value0 + i] = s.out[i];
+    }
+    if (slices > 1) cluster_barrier();  // every block has read the history
+    return;
+  }
   for (int first = 0; first < place.values; first += kThreads) {
     const int i = first + int(threadIdx.x);
     const float o = i < place.values ? s.out[i] : 0.0f;
@@ -360,11 +367,14 @@ void run(const DeltaMix& op, Context& context) {
       op.state.stride % 4 == 0 && reinterpret_cast<uintptr_t>(op.state.data) % 16 == 0;
   int tokens_most = INT_MAX;  // longer rows have been run already
   const int longest = op.rows.tokens - op.rows.count + 1;  // at most, if no row is empty
-  if (longest > kStepTokensMost && run_chunks(op, context)) {
+  // The chunk kernel norms what it answers, and knows its rows when it starts.
+  const bool chunks = op.norm_output && !op.rows.computed && longest > kStepTokensMost;
+  if (chunks && run_chunks(op, context)) {
     if (op.rows.count == 1) return;
     tokens_most = kStepTokensMost;
   }
-  if (longest == 1 && op.rows.count * op.value_heads >= kStreamHeads && streams(op, context)) {
+  const bool many = op.rows.count * op.value_heads >= kStreamHeads;
+  if (longest == 1 && many && op.norm_output && streams(op, context)) {
     return run_stream(op, context);
   }
   const int slices = slices_of(op, context);

@@ -444,6 +444,7 @@ void run_small(const Linear& op, Context& context) {
 
 void run(const Linear& op, Context& context) {
   if (op.tokens == 0 || total_rows(op) == 0) return;
+  if (op.range != nullptr) return run_range(op, context);
   if (op.tokens >= kLargeTokens && context.products != nullptr && fits_tensor_cores(op)) {
     run_large(op, context);
   } else {

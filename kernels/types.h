@@ -42,6 +42,7 @@ struct Rows {
   const int32_t* slot = nullptr;    // [count]; kPadding rows touch nothing
   const int32_t* first = nullptr;   // [count] position of the first token; 0: from a zero state
   const int32_t* begin = nullptr;   // [count + 1]
+  bool computed = false;            // an op of the same step writes first and begin
 };
 
 // Where one op's part of the slots lies: slot s's part begins at data + s * stride (floats).
