@@ -95,9 +95,9 @@ class Planner {
   }
 
   bool fits(int32_t slots) const {
-    const size_t states = size_t(slots) * slot_cost();
-    return states <= plan_.state_budget &&
-           states + given_.workspace_bytes(limits_for(slots)) <= usable_;
+    const size_t each = std::max<size_t>(slot_cost(), 1);
+    if (size_t(slots) > plan_.state_budget / each) return false;  // the product might wrap around
+    return size_t(slots) * each + given_.workspace_bytes(limits_for(slots)) <= usable_;
   }
 
   absl::Status choose_slots() {

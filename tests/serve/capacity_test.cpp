@@ -104,6 +104,22 @@ TEST(Capacity, NotOneSequenceFits) {
   EXPECT_NE(plan.status().message().find("one sequence needs"), absl::string_view::npos);
 }
 
+// 512 slots of 2^55 bytes are 2^64: no bytes at all, when they are multiplied.
+TEST(Capacity, StatesBeyondTheRangeOfSizesDoNotFit) {
+  ModelSpec spec{.vocab = 100};
+  const AttentionMixer widest{
+      .heads = 1024, .kv_heads = 1024, .head_dim = 1024, .window = 1 << 20};
+  spec.layers.assign(4096, LayerSpec{.mixer = widest});
+  ASSERT_EQ(state_size(spec).slot(), size_t(1) << 55);
+  for (const int32_t slots : {0, 512, 65536}) {
+    const auto plan = plan_capacity(spec, {.slots = slots}, given(10'000));
+    ASSERT_FALSE(plan.ok()) << slots;
+    EXPECT_NE(plan.status().message().find("one sequence needs 36028797018963968 bytes"),
+              absl::string_view::npos)
+        << plan.status();
+  }
+}
+
 TEST(Capacity, WeightsThatDoNotFit) {
   const auto plan = plan_capacity(recurrent_spec(), {}, given(11));
   ASSERT_FALSE(plan.ok());
