@@ -46,9 +46,16 @@ struct CpuOptions {
 };
 std::unique_ptr<Backend> make_cpu_backend(const CpuOptions& options = {});
 
+struct CudaOptions {
+  // Linear multiplies bf16 matrices by bf16 vectors: an error near 2e-3 an op. Otherwise by the
+  // high and low bf16 halves of a float32 vector: near 3e-6, at twice the arithmetic.
+  bool bf16_vectors = false;
+};
+
 // NVIDIA GPUs. In a build without CUDA there are none.
 int cuda_device_count();
 // Null when device is not one of them, or does not start; error then says why.
-std::unique_ptr<Backend> make_cuda_backend(int device, std::string* error);
+std::unique_ptr<Backend> make_cuda_backend(int device, std::string* error,
+                                           const CudaOptions& options = {});
 
 }  // namespace weir

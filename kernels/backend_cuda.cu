@@ -79,7 +79,7 @@ struct Recorded {
 
 class CudaBackend final : public Backend {
  public:
-  explicit CudaBackend(int device);
+  CudaBackend(int device, const CudaOptions& options);
   ~CudaBackend() override;
   DeviceInfo info() const override;
   void* allocate(size_t bytes) override;
@@ -118,7 +118,7 @@ class CudaBackend final : public Backend {
   uint64_t runs_ = 0;
 };
 
-CudaBackend::CudaBackend(int device) : device_(device) {
+CudaBackend::CudaBackend(int device, const CudaOptions& options) : device_(device) {
   WEIR_CUDA_CHECK(cudaGetDeviceProperties(&properties_, device));
   WEIR_CUDA_CHECK(cudaStreamCreateWithFlags(&context_.stream, cudaStreamNonBlocking));
   context_.multiprocessors = properties_.multiProcessorCount;
@@ -126,6 +126,8 @@ CudaBackend::CudaBackend(int device) : device_(device) {
   context_.scratch = device_memory(cuda::Context::kScratchBytes);
   products_ = cuda::MatrixProducts::load();
   context_.products = products_.get();
+  context_.hopper = cuda::find_hopper(context_.compute);
+  context_.keep_low = !options.bf16_vectors;
 }
 
 CudaBackend::~CudaBackend() {
@@ -224,8 +226,10 @@ const char* CudaBackend::unserved(const Program& program) const {
 
 void CudaBackend::enqueue(const Program& program) {
   context_.follows = false;
+  context_.next_split = {};
   states_.clear();
   for (const Op& op : program) {
+    context_.split = std::exchange(context_.next_split, {});
     std::visit(
         [&](const auto& o) {
           if constexpr (requires { o.rows.computed; }) {
@@ -303,7 +307,8 @@ int cuda_device_count() {
   return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
-std::unique_ptr<Backend> make_cuda_backend(int device, std::string* error) {
+std::unique_ptr<Backend> make_cuda_backend(int device, std::string* error,
+                                           const CudaOptions& options) {
   const int count = cuda_device_count();
   if (device < 0 || device >= count) {
     *error = "CUDA device " + std::to_string(device) + ": expected one of the " +
@@ -315,7 +320,7 @@ std::unique_ptr<Backend> make_cuda_backend(int device, std::string* error) {
     *error = "CUDA device " + std::to_string(device) + ": " + cudaGetErrorString(chosen);
     return nullptr;
   }
-  return std::make_unique<CudaBackend>(device);
+  return std::make_unique<CudaBackend>(device, options);
 }
 
 }  // namespace weir

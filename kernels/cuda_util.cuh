@@ -1,4 +1,5 @@
 #pragma once
+#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -18,18 +19,57 @@ namespace weir::cuda {
 
 class MatrixProducts;  // linear_large_cuda.cu
 
+// Vectors as bf16, high + low = x to 16 bits or high alone: each [tokens, in] without gaps, the
+// tokens padded to 8.
+struct SplitVectors {
+  __nv_bfloat16 *high = nullptr, *low = nullptr;
+};
+
+// Which vectors have been split into the scratch.
+struct Split {
+  const float* data = nullptr;
+  int64_t stride = 0;
+  int in = 0, tokens = 0;
+  bool operator==(const Split&) const = default;
+};
+
+// What the kernels for Hopper need to know of the machine.
+struct Hopper {
+  static constexpr int kClusters = 4;
+  void* encode_map = nullptr;     // cuTensorMapEncodeTiled; null: no such machine
+  int clusters[kClusters] = {};   // of 1, 2, 4, 8 blocks, each with a multiprocessor for itself,
+                                  // that run at once
+};
+
 // What launching an op needs. Owned by the backend.
 struct Context {
   cudaStream_t stream = nullptr;
   int multiprocessors = 0;
   int compute = 0;                     // 90: compute capability 9.0
   bool follows = false;                // the launch before this one was ours: it may overlap
+  bool odd = false;                    // which of two kinds the last of Hopper's Linear was
   bool fresh_state = true;             // no earlier op of this program wrote this op's state
   MatrixProducts* products = nullptr;  // null: no cuBLASLt on this machine
 
+  Hopper hopper;
+  bool keep_low = true;                // Linear multiplies x by high and low bf16 halves
+
   static constexpr size_t kScratchBytes = size_t(64) << 20;
   void* scratch = nullptr;             // of one op at a time
+  Split split;                         // what the op before has left in the scratch
+  Split next_split;                    // what this op leaves there
 };
+
+Hopper find_hopper(int compute);
+
+// Where the split of [tokens, in] vectors lies in the scratch.
+inline SplitVectors split_vectors(int in, int tokens, const Context& context) {
+  auto* high = static_cast<__nv_bfloat16*>(context.scratch);
+  const int64_t padded = (int64_t(tokens) + 7) / 8 * 8;
+  return {high, context.keep_low ? high + padded * in : nullptr};
+}
+// The place for an op's output to be left split, for the Linear that may follow; null: no need.
+SplitVectors leave_split(const Acts& out, int dim, int tokens, Context& context);
 
 void run(const Embed& op, Context& context);
 void run(const Gather& op, Context& context);
@@ -83,6 +123,9 @@ void launch(Context& context, const Shape& shape, void (*kernel)(Params...), con
   config.stream = context.stream;
   config.attrs = attributes;
   config.numAttrs = count;
+  // Kernels that divide a multiprocessor's memory differently never share it: all divide it alike.
+  WEIR_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                       cudaSharedmemCarveoutMaxShared));
   WEIR_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Params(args)...));
   context.follows = true;
 }
@@ -100,6 +143,22 @@ __device__ inline void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// Two numbers as high + low bf16 pairs.
+__device__ inline void split(float x, float y, uint32_t& high, uint32_t& low) {
+  const __nv_bfloat162 h = __floats2bfloat162_rn(x, y);
+  const float2 back = __bfloat1622float2(h);
+  const __nv_bfloat162 l = __floats2bfloat162_rn(x - back.x, y - back.y);
+  high = reinterpret_cast<const uint32_t&>(h);
+  low = reinterpret_cast<const uint32_t&>(l);
+}
+// One number of an output that is also left split.
+__device__ inline void store_split(const SplitVectors& to, int64_t place, float x) {
+  if (to.high == nullptr) return;
+  const __nv_bfloat16 high = __float2bfloat16_rn(x);
+  to.high[place] = high;
+  if (to.low != nullptr) to.low[place] = __float2bfloat16_rn(x - __bfloat162float(high));
 }
 
 __device__ inline float* at(const Acts& acts, int64_t token) {

@@ -2,6 +2,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/linear_cuda.cuh"
 
@@ -49,16 +50,7 @@ __device__ inline void multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint3
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Two numbers as high + low bf16 pairs.
-__device__ inline void split(float x, float y, uint32_t& high, uint32_t& low) {
-  const __nv_bfloat162 h = __floats2bfloat162_rn(x, y);
-  const float2 back = __bfloat1622float2(h);
-  const __nv_bfloat162 l = __floats2bfloat162_rn(x - back.x, y - back.y);
-  high = reinterpret_cast<const uint32_t&>(h);
-  low = reinterpret_cast<const uint32_t&>(l);
-}
-
-// high + low = x to 16 bits, each [tokens, in] without gaps.
+// high + low = x to 16 bits, or high alone, each [tokens, in] without gaps.
 __global__ __launch_bounds__(kThreads) void split_kernel(Acts x, int in, int tokens,
                                                          SplitVectors to) {
   let_successor_start();
@@ -72,7 +64,7 @@ __global__ __launch_bounds__(kThreads) void split_kernel(Acts x, int in, int tok
     split(v.z, v.w, high.y, low.y);
     const int64_t place = int64_t(token) * in + i;
     *reinterpret_cast<uint2*>(to.high + place) = high;
-    *reinterpret_cast<uint2*>(to.low + place) = low;
+    if (to.low != nullptr) *reinterpret_cast<uint2*>(to.low + place) = low;
   }
 }
 
@@ -163,7 +155,8 @@ struct Columns {
       const bool valid = token + j * 8 < op.tokens && column < op.in;
       const int64_t at = int64_t(token + j * 8) * op.in + column;
       high[j] = valid ? *reinterpret_cast<const uint4*>(x.high + at) : uint4{0, 0, 0, 0};
-      low[j] = valid ? *reinterpret_cast<const uint4*>(x.low + at) : uint4{0, 0, 0, 0};
+      low[j] = valid && x.low != nullptr ? *reinterpret_cast<const uint4*>(x.low + at)
+                                         : uint4{0, 0, 0, 0};
     }
   }
 };
@@ -400,12 +393,17 @@ bool fits_tensor_cores(const Linear& op) {
 
 }  // namespace
 
-SplitVectors split_vectors(int in, int tokens, const Context& context) {
-  auto* high = static_cast<__nv_bfloat16*>(context.scratch);
-  return {high, high + int64_t(tokens) * in};
+SplitVectors leave_split(const Acts& out, int dim, int tokens, Context& context) {
+  if (dim % 8 != 0 || tokens > most_split(dim)) return {};
+  context.next_split = {out.data, out.stride, dim, tokens};
+  return split_vectors(dim, tokens, context);
 }
 
+int most_split(int in) { return int(Context::kScratchBytes / (size_t(in) * 4) / 8 * 8); }
+
 void split(const Acts& x, int in, int tokens, Context& context) {
+  context.next_split = {x.data, x.stride, in, tokens};  // also for another Linear of the same x
+  if (std::exchange(context.split, context.next_split) == context.next_split) return;
   const dim3 grid((in / 4 + kThreads - 1) / kThreads, std::min(tokens, 65535));
   launch(context, {.grid = grid, .block = dim3(kThreads)}, split_kernel, x, in, tokens,
          split_vectors(in, tokens, context));
@@ -425,27 +423,31 @@ void run_small(const Linear& op, Context& context) {
     return;
   }
   if (op.tokens <= 8) return start<1>(op, rows, context);
-  const int most = int(Context::kScratchBytes / (size_t(op.in) * 4));
-  if (op.tokens > most) {
-    Linear some = op;
-    for (int first = 0; first < op.tokens; first += most) {
-      some.tokens = std::min(most, op.tokens - first);
-      run_small(some, context);
-      some.x.data += most * op.x.stride;
-      some.y.data += most * op.y.stride;
-    }
-    return;
-  }
   split(op.x, op.in, op.tokens, context);
-  if (op.tokens <= 16) return start<2>(op, rows, context);
-  if (op.tokens <= 32) return start<4>(op, rows, context);
-  start<8>(op, rows, context);
+  start<2>(op, rows, context);
+}
+
+// So many tokens at a time.
+static void run_in_turn(const Linear& op, int most, Context& context) {
+  Linear some = op;
+  for (int first = 0; first < op.tokens; first += most) {
+    some.tokens = std::min(most, op.tokens - first);
+    run(some, context);
+    some.x.data += most * op.x.stride;
+    some.y.data += most * op.y.stride;
+  }
 }
 
 void run(const Linear& op, Context& context) {
   if (op.tokens == 0 || total_rows(op) == 0) return;
   if (op.range != nullptr) return run_range(op, context);
-  if (op.tokens >= kLargeTokens && context.products != nullptr && fits_tensor_cores(op)) {
+  const int most = fits_tensor_cores(op) ? most_split(op.in) : op.tokens;
+  WEIR_CHECK(most > 0);
+  if (op.tokens > most) return run_in_turn(op, most, context);
+  const bool hopper = context.hopper.encode_map != nullptr;
+  if (hopper && op.tokens <= kHopperTokens && fits_tensor_cores(op)) {
+    run_hopper(op, context);
+  } else if (op.tokens >= kLargeTokens && context.products != nullptr && fits_tensor_cores(op)) {
     run_large(op, context);
   } else {
     run_small(op, context);

@@ -148,6 +148,7 @@ void MatrixProducts::multiply(const void* weights, int rows, int in, int tokens,
   const SplitVectors split = split_vectors(in, tokens, context);
   const float one = 1, zero = 0;
   for (const auto* x : {split.low, split.high}) {
+    if (x == nullptr) continue;
     const float* beta = accumulate ? &one : &zero;
     WEIR_BLAS_CHECK(library_->matmul(handle_, desc_, &one, weights, use.w, x, use.x, beta, y.data,
                                      use.y, y.data, use.y, &use.algo, workspace_, kWorkspaceBytes,
@@ -190,7 +191,9 @@ Linear part_of(const Linear& op, const Group& group, int row) {
   return part;
 }
 
-void run_tokens(const Linear& op, Context& context) {
+}  // namespace
+
+void run_large(const Linear& op, Context& context) {
   split(op.x, op.in, op.tokens, context);
   int row = 0;
   for (Group group; group.first + group.count < op.parts || group.count == 0;) {
@@ -211,20 +214,6 @@ void run_tokens(const Linear& op, Context& context) {
              {.grid = grid_over(part.part[p].rows, op.tokens), .block = dim3(kThreads)},
              bias_kernel, y, part.bias[p], part.part[p].rows, op.tokens);
     }
-  }
-}
-
-}  // namespace
-
-void run_large(const Linear& op, Context& context) {
-  const int most = int(Context::kScratchBytes / (size_t(op.in) * 4));
-  WEIR_CHECK(most > 0);
-  for (int first = 0; first < op.tokens; first += most) {
-    Linear some = op;
-    some.tokens = std::min(most, op.tokens - first);
-    some.x.data += first * op.x.stride;
-    some.y.data += first * op.y.stride;
-    run_tokens(some, context);
   }
 }
 

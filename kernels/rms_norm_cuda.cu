@@ -6,7 +6,8 @@ namespace {
 // One block a token: the vectors are in cache, and what is left is latency.
 constexpr int kThreads = 512;
 
-__global__ __launch_bounds__(kThreads) void rms_norm_kernel(const __grid_constant__ RmsNorm op) {
+__global__ __launch_bounds__(kThreads) void rms_norm_kernel(const __grid_constant__ RmsNorm op,
+                                                            SplitVectors split) {
   let_successor_start();
   wait_for_predecessor();
   const float* in = at(op.in, blockIdx.x);
@@ -31,10 +32,14 @@ __global__ __launch_bounds__(kThreads) void rms_norm_kernel(const __grid_constan
 #pragma unroll
   for (int j = 0; j < kKept; ++j) {
     const int i = threadIdx.x + j * kThreads;
-    if (i < op.dim) out[i] = kept[j] * scale * op.weight[i];
+    if (i >= op.dim) break;
+    out[i] = kept[j] = kept[j] * scale * op.weight[i];
+    store_split(split, int64_t(blockIdx.x) * op.dim + i, kept[j]);
   }
   for (int i = threadIdx.x + kKept * kThreads; i < op.dim; i += kThreads) {
-    out[i] = in[i] * scale * op.weight[i];
+    const float value = in[i] * scale * op.weight[i];
+    out[i] = value;
+    store_split(split, int64_t(blockIdx.x) * op.dim + i, value);
   }
 }
 
@@ -42,7 +47,8 @@ __global__ __launch_bounds__(kThreads) void rms_norm_kernel(const __grid_constan
 
 void run(const RmsNorm& op, Context& context) {
   if (op.tokens == 0) return;
-  launch(context, {.grid = dim3(op.tokens), .block = dim3(kThreads)}, rms_norm_kernel, op);
+  launch(context, {.grid = dim3(op.tokens), .block = dim3(kThreads)}, rms_norm_kernel, op,
+         leave_split(op.out, op.dim, op.tokens, context));
 }
 
 }  // namespace weir::cuda

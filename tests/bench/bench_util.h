@@ -14,10 +14,11 @@
 
 namespace weir {
 
-// What every benchmark here takes: --device cuda|cpu, --json FILE, --only TEXT.
+// What every benchmark here takes: --device cuda|cpu, --json FILE, --only TEXT, and on CUDA
+// --vectors split|bf16: how Linear multiplies its vectors.
 struct BenchOptions {
   std::string device = cuda_device_count() > 0 ? "cuda" : "cpu";
-  std::string json, only;
+  std::string json, only, vectors = "split";
 };
 
 inline BenchOptions bench_options(int argc, char** argv) {
@@ -27,9 +28,13 @@ inline BenchOptions bench_options(int argc, char** argv) {
     std::string* value = flag == "--device" ? &options.device
                          : flag == "--json" ? &options.json
                          : flag == "--only" ? &options.only
-                                            : nullptr;
+                         : flag == "--vectors" ? &options.vectors
+                                               : nullptr;
     if (value == nullptr || i + 1 == argc) {
-      std::fprintf(stderr, "usage: %s [--device cuda|cpu] [--json FILE] [--only TEXT]\n", argv[0]);
+      std::fprintf(stderr,
+                   "usage: %s [--device cuda|cpu] [--json FILE] [--only TEXT] "
+                   "[--vectors split|bf16]\n",
+                   argv[0]);
       std::exit(2);
     }
     *value = argv[++i];
@@ -40,7 +45,7 @@ inline BenchOptions bench_options(int argc, char** argv) {
 inline std::unique_ptr<Backend> bench_backend(const BenchOptions& options) {
   if (options.device == "cpu") return make_cpu_backend();
   std::string error;
-  auto backend = make_cuda_backend(0, &error);
+  auto backend = make_cuda_backend(0, &error, {.bf16_vectors = options.vectors == "bf16"});
   if (backend == nullptr) {
     std::fprintf(stderr, "%s\n", error.c_str());
     std::exit(1);

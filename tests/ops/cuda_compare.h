@@ -44,8 +44,9 @@ class Side {
   }
   // A matrix [rows, cols], each entry about 1 / sqrt(cols).
   Matrix matrix(int32_t rows, int32_t cols, DType dtype) {
-    const std::vector<float> values =
-        normal(size_t(rows) * size_t(cols), 1.0f / std::sqrt(float(cols)));
+    const float size = std::sqrt(3.0f / float(cols));
+    std::vector<float> values(size_t(rows) * size_t(cols));
+    for (float& value : values) value = size * (float(random_() >> 40) * 0x1p-23f - 1.0f);
     Matrix matrix{.rows = rows, .cols = cols, .dtype = dtype};
     if (dtype == DType::F32) {
       matrix.data = put(values);
@@ -116,16 +117,17 @@ class CudaTest : public testing::Test {
   void SetUp() override {
     if (cuda_device_count() == 0) GTEST_SKIP() << "skipped: no CUDA device";
   }
-  static std::unique_ptr<Backend> cuda() {
+  static std::unique_ptr<Backend> cuda(const CudaOptions& options = {}) {
     std::string error;
-    auto backend = make_cuda_backend(0, &error);
+    auto backend = make_cuda_backend(0, &error, options);
     EXPECT_NE(backend, nullptr) << error;
     return backend;
   }
   // Runs make(side)'s program on the plain CPU and on CUDA and compares what it registered.
   template <typename Make>
-  static void same(const std::string& what, double tolerance, const Make& make) {
-    Side plain(make_cpu_backend({.plain = true}), 7), gpu(cuda(), 7);
+  static void same(const std::string& what, double tolerance, const Make& make,
+                   const CudaOptions& options = {}) {
+    Side plain(make_cpu_backend({.plain = true}), 7), gpu(cuda(options), 7);
     for (Side* side : {&plain, &gpu}) {
       const Program program = make(*side);
       side->backend().run(program);

@@ -39,41 +39,95 @@ TEST_F(CudaTest, SwigluInPlaceAndBeside) {
   });
 }
 
+struct LinearCase {
+  int in;
+  std::vector<int> rows;
+  DType dtype = DType::BF16;
+};
+
+// With a bias on every other part; y is an input too when it accumulates.
+Program linear_of(Side& side, const LinearCase& c, int tokens, bool accumulate) {
+  Linear op{.tokens = tokens, .in = c.in, .accumulate = accumulate};
+  int rows = 0;
+  for (const int r : c.rows) {
+    if (op.parts % 2 == 1) op.bias[size_t(op.parts)] = side.floats(size_t(r));
+    op.part[size_t(op.parts++)] = side.matrix(r, c.in, c.dtype);
+    rows += r;
+  }
+  op.x = side.acts(tokens, c.in);
+  op.y = accumulate ? side.acts(tokens, rows) : side.out(tokens, rows, "y");
+  if (accumulate) side.compare(op.y.data, size_t(tokens * op.y.stride), "y");
+  return {op};
+}
+
 // Odd numbers of rows and columns, parts that end inside a tile, several dtypes, every kernel.
 TEST_F(CudaTest, LinearOfEveryKernel) {
-  struct Case {
-    int in;
-    std::vector<int> rows;
-    DType dtype;
-  };
-  const Case cases[] = {{2048, {512, 16, 16, 256}, DType::BF16},
-                        {5632, {256}, DType::BF16},
-                        {40, {30, 7, 300}, DType::BF16},
-                        {32, {128}, DType::BF16},
-                        {37, {19, 300}, DType::BF16},
-                        {256, {64, 30}, DType::F16},
-                        {256, {64, 30}, DType::F32}};
-  for (const Case& c : cases) {
+  const LinearCase cases[] = {{2048, {512, 16, 16, 256}}, {5632, {256}}, {40, {30, 7, 300}},
+                              {32, {128}}, {37, {19, 300}}, {256, {64, 30}, DType::F16},
+                              {256, {64, 30}, DType::F32}};
+  for (const LinearCase& c : cases) {
     for (const int tokens : {1, 5, 8, 13, 32, 50, 64, 70, 128, 200}) {
       for (const bool accumulate : {false, true}) {
         const std::string what = "linear " + std::to_string(c.in) + " dtype " +
                                  std::to_string(int(c.dtype)) + " tokens " +
                                  std::to_string(tokens) + (accumulate ? " accumulate" : "");
-        same(what, 2e-5, [&](Side& side) -> Program {
-          Linear op{.tokens = tokens, .in = c.in, .accumulate = accumulate};
-          int rows = 0;
-          for (const int r : c.rows) {
-            if (op.parts % 2 == 1) op.bias[size_t(op.parts)] = side.floats(size_t(r));
-            op.part[size_t(op.parts++)] = side.matrix(r, c.in, c.dtype);
-            rows += r;
-          }
-          op.x = side.acts(tokens, c.in);
-          op.y = accumulate ? side.acts(tokens, rows) : side.out(tokens, rows, "y");
-          if (accumulate) side.compare(op.y.data, size_t(tokens * op.y.stride), "y");
-          return {op};
-        });
+        same(what, 2e-5, [&](Side& side) { return linear_of(side, c, tokens, accumulate); });
       }
     }
+  }
+}
+
+// Every width of tile, and every number of blocks that share the columns.
+TEST_F(CudaTest, LinearOfEveryTiling) {
+  const LinearCase cases[] = {{2048, {2048, 2048, 2048, 16, 16, 2048}}, {2048, {2048}},
+                              {2048, {5632, 5632}}, {5632, {2048}}, {64, {32000}},
+                              {2048, {6144, 128, 16, 128}}, {2816, {1024}}, {128, {2048}},
+                              {1024, {5000}}, {512, {9999}}};
+  for (const LinearCase& c : cases) {
+    for (const int tokens : {2, 66}) {
+      if (tokens > 2 && c.in > 1024) continue;  // the CPU's share of the time
+      same("linear " + std::to_string(c.in) + " to " + std::to_string(c.rows[0]) + " tokens " +
+               std::to_string(tokens),
+           2e-5, [&](Side& side) { return linear_of(side, c, tokens, false); });
+    }
+  }
+}
+
+// With vectors rounded to bf16: 2^-9 of each number at most, about 2e-3 of a random vector's.
+TEST_F(CudaTest, LinearOfBf16Vectors) {
+  const LinearCase cases[] = {{2048, {512, 16, 16, 256}}, {40, {30, 7, 300}}};
+  for (const LinearCase& c : cases) {
+    for (const int tokens : {1, 32, 128, 200}) {
+      same("linear " + std::to_string(c.in) + ", bf16 vectors, tokens " + std::to_string(tokens),
+           3e-3, [&](Side& side) { return linear_of(side, c, tokens, false); },
+           {.bf16_vectors = true});
+    }
+  }
+}
+
+// A norm and a gate leave their output split for the Linear after them: the same numbers as when it
+// splits them itself, also when the one after next reads other vectors.
+TEST_F(CudaTest, LinearReadsWhatTheOpBeforeLeftSplit) {
+  for (const int tokens : {1, 13, 70, 150}) {
+    same("norm, linear, gate, linear, tokens " + std::to_string(tokens), 2e-5,
+         [&](Side& side) -> Program {
+           const Acts x = side.acts(tokens, 512), normed = side.out(tokens, 512, "normed");
+           const Acts hidden = side.out(tokens, 1200, "hidden"), y = side.out(tokens, 512, "y");
+           const Acts again = side.out(tokens, 300, "again");
+           const Matrix up = side.matrix(1200, 512, DType::BF16);
+           const Matrix down = side.matrix(512, 600, DType::BF16);
+           const Matrix other = side.matrix(300, 512, DType::BF16);
+           return {RmsNorm{.tokens = tokens, .dim = 512, .eps = 1e-6f,
+                           .weight = side.floats(512), .in = x, .out = normed},
+                   Linear{.tokens = tokens, .in = 512, .parts = 1, .part = {up}, .x = normed,
+                          .y = hidden},
+                   Swiglu{.tokens = tokens, .dim = 600, .gate = hidden, .up = hidden.from(600),
+                          .out = hidden},
+                   Linear{.tokens = tokens, .in = 600, .parts = 1, .part = {down}, .x = hidden,
+                          .y = y},
+                   Linear{.tokens = tokens, .in = 512, .parts = 1, .part = {other}, .x = normed,
+                          .y = again}};
+         });
   }
 }
 
@@ -100,14 +154,14 @@ TEST_F(CudaTest, LinearOfAdoptedNeighbours) {
   });
 }
 
-// A token's numbers must not change with the tokens beside it: bit for bit up to 16 tokens, beyond
+// A token's numbers must not change with the tokens beside it: bit for bit up to 128 tokens, beyond
 // which the library takes over.
 TEST_F(CudaTest, LinearOfATokenAloneAndInCompany) {
   Side side(cuda(), 3);
   const Matrix matrix = side.matrix(700, 2048, DType::BF16);
-  const Acts x = side.acts(64, 2048);
+  const Acts x = side.acts(128, 2048);
   std::vector<float> alone;
-  for (const int tokens : {1, 2, 8, 11, 16}) {
+  for (const int tokens : {1, 2, 8, 11, 16, 33, 64, 65, 128}) {
     const Acts y = side.out(tokens, 700, "y");
     const Program program{
         Linear{.tokens = tokens, .in = 2048, .parts = 1, .part = {matrix}, .x = x, .y = y}};

@@ -1,0 +1,509 @@
+// Linear on Hopper for up to 128 tokens: at the speed at which weights can be read.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/linear_cuda.cuh"
+#include "kernels/wgmma_cuda.cuh"
+
+namespace weir::cuda {
+namespace {
+
+// A block computes `rows` rows of the stacked matrices for all tokens; blocks of a cluster share
+// the columns and add their sums up through each other's shared memory, in the order of their
+// ranks. The tensor cores take the tokens as their 64 rows and the matrix rows as their columns,
+// so that any multiple of eight rows is a block's share and all multiprocessors have as much to do.
+//
+// One warp keeps the copy engine busy: stages of 64 columns, of x (high and low bf16 planes) and of
+// the matrix, go through a ring in shared memory. A warpgroup multiplies 64 tokens; the unused ones
+// of them read whatever lies there, and are thrown away.
+//
+// The first stages of the matrix are on their way before the predecessor has finished; as the last
+// ones are asked for, the successor may start and ask for its own, so that memory does not pause.
+//
+// A token's sum is one order of columns that depends on the matrix alone: not on the number of
+// tokens.
+//
+// Floor: the weights read once.
+constexpr int kColumns = 64;        // of a stage: the 128 bytes of a swizzled row
+constexpr int kRowBytes = kColumns * 2;
+constexpr int kGroupThreads = 128;  // a warpgroup
+constexpr int kGroupTokens = 64;
+constexpr int kMostStages = 16;
+constexpr size_t kAlign = 1024;     // of a swizzled tile
+
+// Consecutive parts that lie next to each other are one matrix: a slab.
+struct Slabs {
+  CUtensorMap map[Linear::kParts];
+  int first_tile[Linear::kParts + 1];  // tiles of `rows` rows; none spans two slabs
+  int first_row[Linear::kParts];       // of y
+  int rows[Linear::kParts];
+};
+
+struct Job {
+  CUtensorMap x;  // [planes, tokens, in]
+  Slabs slabs;
+  Acts y;
+  const float* bias[Linear::kParts];
+  int part_end[Linear::kParts];  // rows of y above it
+  int tokens, padded;            // padded to 8
+  int planes;                    // of x: 2 high and low, 1 high alone
+  int chunks;                    // of 64 columns
+  int cluster, stages;
+  bool accumulate, biased;
+  bool aligned;                  // four neighbours of y may be stored at once
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kMostCluster = 8;
+constexpr int kEarly = 5;  // stages not yet asked for when the successor may start
+
+// Where a block's work lies.
+struct Block {
+  int slab, first_row;   // of the slab
+  int rank, first, end;  // chunks
+};
+
+__device__ inline Block block_of(const Job& job, int rows) {
+  Block block;
+  const int tile = int(blockIdx.x) / job.cluster;
+  block.slab = 0;
+  while (tile >= job.slabs.first_tile[block.slab + 1]) ++block.slab;
+  block.first_row = (tile - job.slabs.first_tile[block.slab]) * rows;
+  block.rank = int(blockIdx.x) % job.cluster;
+  const int share = (job.chunks + job.cluster - 1) / job.cluster;
+  block.first = min(job.chunks, block.rank * share);
+  block.end = min(job.chunks, block.first + share);
+  return block;
+}
+
+// A ring of stages in shared memory: x, then the matrix.
+struct Ring {
+  uint32_t data, full, free;  // addresses; barriers are 8 bytes apart
+  uint32_t x_plane, x_bytes, stage_bytes;
+
+  __device__ uint32_t x(int stage) const { return data + stage * stage_bytes; }
+  __device__ uint32_t matrix(int stage) const { return x(stage) + x_bytes; }
+};
+
+// The copying warp's one thread.
+__device__ void copy_stages(const Job& job, const Block& block, const Ring& ring) {
+  const CUtensorMap& map = job.slabs.map[block.slab];
+  prefetch_map(map);
+  prefetch_map(job.x);
+  const int count = block.end - block.first, ahead = min(count, job.stages);
+  const auto copy_matrix = [&](int chunk, int stage) {
+    barrier_expect(ring.full + 8 * stage, ring.stage_bytes);
+    copy_box(ring.matrix(stage), map, (block.first + chunk) * kColumns, block.first_row,
+             ring.full + 8 * stage, kReadOnce);
+  };
+  const auto copy_x = [&](int chunk, int stage) {
+    copy_box(ring.x(stage), job.x, (block.first + chunk) * kColumns, 0, 0, ring.full + 8 * stage,
+             kReadOften);
+  };
+  for (int i = 0; i < ahead; ++i) copy_matrix(i, i);
+  if (count <= ahead + kEarly) let_successor_start();
+  wait_for_predecessor();
+  for (int i = 0; i < ahead; ++i) copy_x(i, i);
+  for (int i = ahead, stage = 0, parity = 0; i < count; ++i) {
+    barrier_wait(ring.free + 8 * stage, parity);
+    copy_matrix(i, stage);
+    copy_x(i, stage);
+    if (i + 1 + kEarly == count) let_successor_start();
+    if (++stage == job.stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+}
+
+// A warpgroup's sums over the block's columns. The two forms share no loop: with a branch between
+// products the compiler would let one wait for the other.
+template <int kRows, bool kLow>
+__device__ void add_stages(const Job& job, const Block& block, const Ring& ring, int group,
+                           float (&sum)[kRows / 2]) {
+  int stage = 0, parity = 0, before = 0;
+  const uint32_t own = uint32_t(group) * kGroupTokens * kRowBytes;
+  for (int i = block.first; i < block.end; ++i) {
+    barrier_wait(ring.full + 8 * stage, parity);
+    const uint64_t high = swizzled_rows(ring.x(stage) + own);
+    const uint64_t low = swizzled_rows(ring.x(stage) + own + ring.x_plane);
+    const uint64_t matrix = swizzled_rows(ring.matrix(stage));
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < kColumns / 16; ++k) {
+      if constexpr (kLow) multiply<kRows>(sum, low + k * kNextColumns, matrix + k * kNextColumns);
+      multiply<kRows>(sum, high + k * kNextColumns, matrix + k * kNextColumns);
+    }
+    products_commit();
+    products_wait<1>();  // those of the stage before are done
+    if (i > block.first && threadIdx.x % kGroupThreads == 0) barrier_arrive(ring.free + 8 * before);
+    before = stage;
+    if (++stage == job.stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  products_wait<0>();
+}
+
+__device__ inline float4 read_peer(const float* mine, int rank) {
+  uint32_t address;
+  float4 v;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(shared_address(mine)), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+__device__ inline void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+__device__ inline float bias_of(const Job& job, int row) {
+  int part = 0;
+  while (row >= job.part_end[part]) ++part;
+  const float* bias = job.bias[part];
+  return bias == nullptr ? 0.0f : bias[row - (part == 0 ? 0 : job.part_end[part - 1])];
+}
+
+// y of four neighbouring rows; `count` of them exist.
+__device__ inline void store(const Job& job, int row, int token, const float (&value)[4],
+                             int count) {
+  float* y = at(job.y, token) + row;
+  if (job.aligned && count == 4) {
+    float4 v{value[0], value[1], value[2], value[3]};
+    if (job.biased) {
+      v = {v.x + bias_of(job, row), v.y + bias_of(job, row + 1), v.z + bias_of(job, row + 2),
+           v.w + bias_of(job, row + 3)};
+    }
+    auto* to = reinterpret_cast<float4*>(y);
+    if (job.accumulate) {
+      const float4 old = *to;
+      v = {old.x + v.x, old.y + v.y, old.z + v.z, old.w + v.w};
+    }
+    *to = v;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (i >= count) return;
+    const float v = value[i] + (job.biased ? bias_of(job, row + i) : 0.0f);
+    y[i] = job.accumulate ? y[i] + v : v;
+  }
+}
+
+// Adds the cluster's sums, each [tokens][kRows + 4] in its block's shared memory, and stores this
+// block's part of the rows. Several sums are on their way at a time.
+template <int kRows, int kCluster>
+__device__ void store_sums(const Job& job, const Block& block, const float* sums) {
+  constexpr int kAtOnce = kMostCluster / kCluster;
+  constexpr int kShare = (kRows / 4 + kCluster - 1) / kCluster;  // fours of rows
+  const int first = block.rank * kShare, own = min(kShare, kRows / 4 - first);
+  const int all = own * job.tokens;
+  for (int begin = threadIdx.x; begin < all; begin += kAtOnce * blockDim.x) {
+    float4 part[kAtOnce][kCluster];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = min(begin + j * int(blockDim.x), all - 1);
+      const float* mine = sums + i / own * (kRows + 4) + (first + i % own) * 4;
+#pragma unroll
+      for (int c = 0; c < kCluster; ++c) part[j][c] = read_peer(mine, c);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = begin + j * int(blockDim.x), slab_row = block.first_row + (first + i % own) * 4;
+      float value[4] = {};
+#pragma unroll
+      for (int c = 0; c < kCluster; ++c) {
+        value[0] += part[j][c].x;
+        value[1] += part[j][c].y;
+        value[2] += part[j][c].z;
+        value[3] += part[j][c].w;
+      }
+      const int count = min(4, job.slabs.rows[block.slab] - slab_row);
+      if (i < all && count > 0) {
+        store(job, job.slabs.first_row[block.slab] + slab_row, i / own, value, count);
+      }
+    }
+  }
+}
+
+#endif  // 9.0a
+
+// Threads of a block: its warpgroups, the copying warp, and for a block that is to fill half of a
+// multiprocessor's registers (see start()) warps that only store.
+constexpr int least_threads(int groups) { return groups * kGroupThreads + 32; }
+constexpr int most_threads(int rows, int groups) {
+  const int filled = (36000 / (rows / 2 + 28) + 31) / 32 * 32;
+  return groups == 1 && filled > least_threads(1) ? filled : least_threads(groups);
+}
+
+template <int kRows, int kGroups>
+__global__ __launch_bounds__(most_threads(kRows, kGroups), 1) void linear_kernel(
+    const __grid_constant__ Job job) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(kAlign) char shared[];
+  __shared__ uint64_t barriers[2 * kMostStages];
+  Ring ring{.full = shared_address(barriers), .x_plane = uint32_t(job.padded) * kRowBytes};
+  ring.data = (shared_address(shared) + kAlign - 1) / kAlign * kAlign;
+  ring.free = ring.full + 8 * kMostStages;
+  ring.x_bytes = ring.x_plane * job.planes;
+  ring.stage_bytes = ring.x_bytes + kRows * kRowBytes;
+  const Block block = block_of(job, kRows);
+  const int warp = threadIdx.x / 32, group = warp / 4;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < job.stages; ++s) {
+      barrier_init(ring.full + 8 * s, 1);
+      barrier_init(ring.free + 8 * s, kGroups);
+    }
+    barrier_init_done();
+  }
+  __syncthreads();  // the barriers are there
+  float* sums = reinterpret_cast<float*>(shared + (ring.data - shared_address(shared)));
+  if (warp == 4 * kGroups && threadIdx.x % 32 == 0) copy_stages(job, block, ring);
+  __syncwarp();
+  if (group >= kGroups) {
+    wait_for_predecessor();
+  } else {
+    wait_for_predecessor();
+    float sum[kRows / 2] = {};
+    if (job.planes == 2) {
+      add_stages<kRows, true>(job, block, ring, group, sum);
+    } else {
+      add_stages<kRows, false>(job, block, ring, group, sum);
+    }
+    // Every warpgroup has read the ring: its room is free.
+    asm volatile("bar.sync 1, %0;" ::"n"(kGroups * kGroupThreads) : "memory");
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = warp * 16 + half * 8 + lane / 4;
+      if (token < job.tokens) {
+        float* to = sums + token * (kRows + 4) + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < kRows / 8; ++j) {
+          *reinterpret_cast<float2*>(to + 8 * j) = {sum[4 * j + 2 * half],
+                                                    sum[4 * j + 2 * half + 1]};
+        }
+      }
+    }
+  }
+  if (job.cluster > 1) {
+    cluster_barrier();  // every block's sums are there
+  } else {
+    __syncthreads();  // the block's sums are there
+  }
+  switch (job.cluster) {
+    case 1: store_sums<kRows, 1>(job, block, sums); break;
+    case 2: store_sums<kRows, 2>(job, block, sums); break;
+    case 4: store_sums<kRows, 4>(job, block, sums); break;
+    default: store_sums<kRows, 8>(job, block, sums); break;
+  }
+  if (job.cluster > 1) cluster_barrier();  // no block leaves while its sums are being read
+#endif
+}
+
+// --- the host's side ---------------------------------------------------------------------------
+
+// Of a multiprocessor's 228 KB of shared memory. 2 KB a block are taken besides.
+constexpr size_t kWhole = 217 << 10, kOdd = 231 << 9, kEven = 217 << 9;
+constexpr int kHalfRegisters = 32 << 10;
+
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+void encode(CUtensorMap& map, const void* data, int rank, const cuuint64_t* size,
+            const cuuint64_t* stride, const cuuint32_t* box, const Context& context) {
+  const cuuint32_t step[3] = {1, 1, 1};
+  const CUresult result = reinterpret_cast<Encode>(context.hopper.encode_map)(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, cuuint32_t(rank), const_cast<void*>(data), size,
+      stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  WEIR_CHECK(result == CUDA_SUCCESS);
+}
+
+// How a Linear is shared out. Not a function of the tokens: a sum's order must not be.
+struct Tiling {
+  int rows = 0, cluster = 1, tiles = 0;
+};
+
+constexpr int kTileRows[] = {32, 64, 96, 104, 128, 144, 176, 208, 248};
+
+Tiling choose_tiling(const int* slab_rows, int slabs, int in, const Hopper& hopper) {
+  const int chunks = (in + kColumns - 1) / kColumns;
+  Tiling best;
+  double least = 0;
+  for (int size = 0; size < Hopper::kClusters; ++size) {
+    const int cluster = 1 << size, at_once = hopper.clusters[size] * cluster;
+    if (at_once == 0 || (cluster > 1 && chunks < 2 * cluster)) break;
+    for (const int rows : kTileRows) {
+      int tiles = 0;
+      for (int s = 0; s < slabs; ++s) tiles += (slab_rows[s] + rows - 1) / rows;
+      const int waves = (tiles * cluster + at_once - 1) / at_once;
+      // Bytes through one multiprocessor: the matrix; x of 32 tokens, from the cache; and what a
+      // cluster's exchange takes, in bytes that could have been read meanwhile.
+      const double columns = double((chunks + cluster - 1) / cluster) * kColumns;
+      const double bytes = waves * columns * (2.0 * rows + 77) + (cluster > 1 ? 16384 : 0);
+      if (best.rows == 0 || bytes < least) {
+        best = {rows, cluster, tiles};
+        least = bytes;
+      }
+    }
+  }
+  return best;
+}
+
+// Slabs' rows; their maps are made when the tiling is known.
+int find_slabs(const Linear& op, int (&first_part)[Linear::kParts], int (&rows)[Linear::kParts]) {
+  int slabs = 0;
+  const char* end = nullptr;
+  for (int p = 0; p < op.parts; ++p) {
+    if (op.part[p].rows == 0) continue;
+    if (op.part[p].data != end) {
+      first_part[slabs] = p;
+      rows[slabs++] = 0;
+    }
+    rows[slabs - 1] += op.part[p].rows;
+    end = static_cast<const char*>(op.part[p].data) + op.part[p].bytes();
+  }
+  return slabs;
+}
+
+Job job_of(const Linear& op, const Context& context, Tiling& tiling) {
+  Job job{.y = op.y, .tokens = op.tokens, .padded = (op.tokens + 7) / 8 * 8,
+          .planes = context.keep_low ? 2 : 1, .chunks = (op.in + kColumns - 1) / kColumns,
+          .accumulate = op.accumulate};
+  int first_part[Linear::kParts], rows[Linear::kParts];
+  const int slabs = find_slabs(op, first_part, rows);
+  tiling = choose_tiling(rows, slabs, op.in, context.hopper);
+  job.cluster = tiling.cluster;
+
+  job.aligned = op.y.stride % 4 == 0 && reinterpret_cast<uintptr_t>(op.y.data) % 16 == 0;
+  const cuuint64_t row_bytes = cuuint64_t(op.in) * 2;
+  int tile = 0, row = 0;
+  for (int s = 0; s < slabs; ++s) {
+    const cuuint64_t size[] = {cuuint64_t(op.in), cuuint64_t(rows[s])};
+    const cuuint32_t box[] = {kColumns, cuuint32_t(tiling.rows)};
+    encode(job.slabs.map[s], op.part[first_part[s]].data, 2, size, &row_bytes, box, context);
+    job.slabs.first_tile[s] = tile;
+    job.slabs.first_row[s] = row;
+    job.slabs.rows[s] = rows[s];
+    job.aligned = job.aligned && row % 4 == 0;
+    tile += (rows[s] + tiling.rows - 1) / tiling.rows;
+    row += rows[s];
+  }
+  job.slabs.first_tile[slabs] = tile;
+
+  int end = 0;
+  for (int p = 0; p < op.parts; ++p) {
+    job.part_end[p] = end += op.part[p].rows;
+    job.bias[p] = op.bias[p];
+    job.biased = job.biased || op.bias[p] != nullptr;
+  }
+  const cuuint64_t size[] = {cuuint64_t(op.in), cuuint64_t(job.padded), cuuint64_t(job.planes)};
+  const cuuint64_t stride[] = {row_bytes, row_bytes * cuuint64_t(job.padded)};
+  const cuuint32_t box[] = {kColumns, cuuint32_t(job.padded), cuuint32_t(job.planes)};
+  encode(job.x, split_vectors(op.in, op.tokens, context).high, 3, size, stride, box, context);
+  return job;
+}
+
+template <int kRows, int kGroups>
+void start(Job& job, const Tiling& tiling, Context& context) {
+  const auto kernel = linear_kernel<kRows, kGroups>;
+  const size_t x_plane = size_t(job.padded) * kRowBytes;
+  const size_t stage = x_plane * job.planes + size_t(kRows) * kRowBytes;
+  // Unused tokens of a warpgroup are read up to here.
+  const size_t read = x_plane * (job.planes - 1) + size_t(kGroups) * kGroupTokens * kRowBytes;
+  const size_t beyond = kAlign + (read > stage ? read - stage : 0);
+  const size_t sums = kAlign + size_t(job.tokens) * (kRows + 4) * sizeof(float);
+  size_t shared = kWhole;
+  int threads = least_threads(kGroups);
+  // Where half of the shared memory keeps enough on its way, a block leaves room for its
+  // successor's. Two of one launch on a multiprocessor would take twice as long, so there is no
+  // room for that: odd launches take more than half of the shared memory, even ones more than half
+  // of the registers.
+  if (kGroups == 1 && sums <= kEven && beyond + 3 * stage <= kEven) {
+    context.odd = !context.odd;
+    shared = context.odd ? kOdd : kEven;
+    if (!context.odd) {
+      cudaFuncAttributes attributes;
+      WEIR_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+      const int registers = (attributes.numRegs + 7) / 8 * 8;
+      threads = std::max(threads, (kHalfRegisters / registers / 32 + 1) * 32);
+      threads = std::min(threads, most_threads(kRows, kGroups));
+    }
+  }
+  const int share = (job.chunks + job.cluster - 1) / job.cluster;
+  job.stages = std::min({int((shared - beyond) / stage), share, kMostStages});
+  WEIR_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       int(shared)));
+  launch(context,
+         {.grid = dim3(tiling.tiles * tiling.cluster),
+          .block = dim3(threads),
+          .shared = shared,
+          .cluster = tiling.cluster},
+         kernel, job);
+}
+
+template <int kRows>
+void start(Job& job, const Tiling& tiling, Context& context) {
+  if (job.tokens <= kGroupTokens) return start<kRows, 1>(job, tiling, context);
+  start<kRows, 2>(job, tiling, context);
+}
+
+}  // namespace
+
+Hopper find_hopper(int compute) {
+  Hopper hopper;
+  if (compute != 90) return hopper;
+  cudaDriverEntryPointQueryResult found{};
+#if CUDART_VERSION >= 12050
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(
+      "cuTensorMapEncodeTiled", &hopper.encode_map, 12000, cudaEnableDefault, &found);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &hopper.encode_map,
+                                                    cudaEnableDefault, &found);
+#endif
+  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) return {};
+  const auto kernel = linear_kernel<64, 1>;
+  WEIR_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       int(kWhole)));
+  for (int size = 0; size < Hopper::kClusters; ++size) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {1u << size, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(1u << size);
+    config.blockDim = dim3(kGroupThreads + 32);
+    config.dynamicSmemBytes = kWhole;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    WEIR_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&hopper.clusters[size], kernel, &config));
+  }
+  return hopper;
+}
+
+void run_hopper(const Linear& op, Context& context) {
+  split(op.x, op.in, op.tokens, context);
+  Tiling tiling;
+  Job job = job_of(op, context, tiling);
+  switch (tiling.rows) {
+    case 32: return start<32>(job, tiling, context);
+    case 64: return start<64>(job, tiling, context);
+    case 96: return start<96>(job, tiling, context);
+    case 104: return start<104>(job, tiling, context);
+    case 128: return start<128>(job, tiling, context);
+    case 144: return start<144>(job, tiling, context);
+    case 176: return start<176>(job, tiling, context);
+    case 208: return start<208>(job, tiling, context);
+    case 248: return start<248>(job, tiling, context);
+    default: WEIR_UNREACHABLE("one of kTileRows");
+  }
+}
+
+}  // namespace weir::cuda

@@ -1,0 +1,171 @@
+#pragma once
+// What Hopper's tensor cores and copy engine are asked for (PTX ISA: wgmma, cp.async.bulk.tensor,
+// mbarrier), for compute capability 9.0a alone.
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace weir::cuda {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+__device__ inline uint32_t shared_address(const void* shared) {
+  return uint32_t(__cvta_generic_to_shared(shared));
+}
+
+// --- barriers in shared memory, by the parity of their phase ---------------------------------
+
+__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes the initialised barriers known to the copy engine.
+__device__ inline void barrier_init_done() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
+}
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// --- copies of a tensor's box into shared memory ----------------------------------------------
+
+constexpr uint64_t kReadOnce = 0x12F0000000000000;  // an L2 policy: evict first
+constexpr uint64_t kReadOften = 0x14F0000000000000;  // evict last
+
+__device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column, int row,
+                                uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
+__device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column, int row, int plane,
+                                uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(plane), "r"(barrier), "l"(policy)
+      : "memory");
+}
+__device__ inline void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// --- products by a warpgroup ------------------------------------------------------------------
+
+// Rows of 64 bf16 numbers (128 bytes) one after the other, in the copy engine's 128-byte swizzle;
+// eight rows take 1024 bytes, and so does the alignment. 16 numbers further on: + kNextColumns.
+__device__ inline uint64_t swizzled_rows(uint32_t address) {
+  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 |
+         uint64_t(1) << 62;
+}
+constexpr uint64_t kNextColumns = 32 >> 4;
+
+__device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void products_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending>
+__device__ inline void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// sum [64, kWide] += a [64, 16] b [kWide, 16]^T, both in shared memory. Thread t holds of row
+// t / 32 * 16 + t % 32 / 4 the columns 8 j + 2 (t % 4) + {0, 1} in sum[4 j + {0, 1}], and of the
+// row eight further down in sum[4 j + {2, 3}].
+template <int kWide>
+__device__ void multiply(float (&sum)[kWide / 2], uint64_t a, uint64_t b);
+
+// The instruction names every register, so each width is written out: names and sums of a width are
+// those of the width before and some more.
+#define WEIR_FOUR(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
+#define WEIR_NAMES_32 \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13," \
+  "%14,%15"
+#define WEIR_SUMS_32 \
+  WEIR_FOUR(0), WEIR_FOUR(4), WEIR_FOUR(8), WEIR_FOUR(12)
+#define WEIR_NAMES_64 \
+  WEIR_NAMES_32 "," \
+  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
+  "%30,%31"
+#define WEIR_SUMS_64 \
+  WEIR_SUMS_32, WEIR_FOUR(16), WEIR_FOUR(20), WEIR_FOUR(24), WEIR_FOUR(28)
+#define WEIR_NAMES_96 \
+  WEIR_NAMES_64 "," \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45," \
+  "%46,%47"
+#define WEIR_SUMS_96 \
+  WEIR_SUMS_64, WEIR_FOUR(32), WEIR_FOUR(36), WEIR_FOUR(40), WEIR_FOUR(44)
+#define WEIR_NAMES_104 \
+  WEIR_NAMES_96 "," \
+  "%48,%49,%50,%51"
+#define WEIR_SUMS_104 \
+  WEIR_SUMS_96, WEIR_FOUR(48)
+#define WEIR_NAMES_128 \
+  WEIR_NAMES_104 "," \
+  "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WEIR_SUMS_128 \
+  WEIR_SUMS_104, WEIR_FOUR(52), WEIR_FOUR(56), WEIR_FOUR(60)
+#define WEIR_NAMES_144 \
+  WEIR_NAMES_128 "," \
+  "%64,%65,%66,%67,%68,%69,%70,%71"
+#define WEIR_SUMS_144 \
+  WEIR_SUMS_128, WEIR_FOUR(64), WEIR_FOUR(68)
+#define WEIR_NAMES_176 \
+  WEIR_NAMES_144 "," \
+  "%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85," \
+  "%86,%87"
+#define WEIR_SUMS_176 \
+  WEIR_SUMS_144, WEIR_FOUR(72), WEIR_FOUR(76), WEIR_FOUR(80), WEIR_FOUR(84)
+#define WEIR_NAMES_208 \
+  WEIR_NAMES_176 "," \
+  "%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101," \
+  "%102,%103"
+#define WEIR_SUMS_208 \
+  WEIR_SUMS_176, WEIR_FOUR(88), WEIR_FOUR(92), WEIR_FOUR(96), WEIR_FOUR(100)
+#define WEIR_NAMES_248 \
+  WEIR_NAMES_208 "," \
+  "%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117," \
+  "%118,%119,%120,%121,%122,%123"
+#define WEIR_SUMS_248 \
+  WEIR_SUMS_208, WEIR_FOUR(104), WEIR_FOUR(108), WEIR_FOUR(112), WEIR_FOUR(116), \
+  WEIR_FOUR(120)
+#define WEIR_MULTIPLY(wide, a_at, b_at)                                                       \
+  template <>                                                                                 \
+  __device__ inline void multiply<wide>(float (&sum)[wide / 2], uint64_t a, uint64_t b) {     \
+    asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"                               \
+                 "wgmma.mma_async.sync.aligned.m64n" #wide "k16.f32.bf16.bf16 {"              \
+                 WEIR_NAMES_##wide "}, %" #a_at ", %" #b_at ", add, 1, 1, 0, 0;\n}"           \
+                 : WEIR_SUMS_##wide                                                           \
+                 : "l"(a), "l"(b));                                                           \
+  }
+WEIR_MULTIPLY(32, 16, 17)
+WEIR_MULTIPLY(64, 32, 33)
+WEIR_MULTIPLY(96, 48, 49)
+WEIR_MULTIPLY(104, 52, 53)
+WEIR_MULTIPLY(128, 64, 65)
+WEIR_MULTIPLY(144, 72, 73)
+WEIR_MULTIPLY(176, 88, 89)
+WEIR_MULTIPLY(208, 104, 105)
+WEIR_MULTIPLY(248, 124, 125)
+#undef WEIR_MULTIPLY
+#undef WEIR_FOUR
+
+#endif  // 9.0a
+
+}  // namespace weir::cuda
