@@ -132,6 +132,14 @@ TEST(Convert, RefusesADamagedFileAndLeavesNothing) {
   EXPECT_EQ(std::distance(fs::directory_iterator(folders.all.path()), {}), 1);
 }
 
+TEST(Convert, AFailureAfterTheLastByteLeavesNothingEither) {
+  const Folders folders;
+  MegatronWriter(model("gdn")).write_legacy(folders.from);
+  test::write_file(folders.to, "");  // a folder cannot take the name of a file
+  EXPECT_TRUE(has(error_of(folders), "served: cannot rename the finished folder to it"));
+  EXPECT_EQ(std::distance(fs::directory_iterator(folders.all.path()), {}), 2);
+}
+
 // --- distributed checkpoints that are damaged ---
 
 class Distributed : public testing::Test {

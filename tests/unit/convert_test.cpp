@@ -42,6 +42,11 @@ std::vector<Case> cases() {
           {"gdn2_low_rank", with(model("gdn2"), low)},
           {"linear", model("linear")},
           {"residuals", with(model("gdn"), residuals)},
+          // Numbers that are not the defaults.
+          {"numbers", with(with(model("gdn"), cler({{"eps", 1e-3}, {"normalize", true}})),
+                           {{"norm_eps", 1e-3},
+                            {"rope_theta", 1234.0},
+                            {"attention_residuals", {{"eps", 1e-4}}}})},
           {"route_value", with(model("gdn"), route("value"))},
           {"route_error_rank", with(model("delta"), route("error", 4))},
           {"route_gated", with(model("gdn"), route("gated_value", 0, true))},

@@ -292,6 +292,14 @@ inline void MegatronWriter::set_arguments() {
       {"attention_backend", call("megatron.core.transformer.enums", "AttnBackend", {integer(5)})},
       {"attention_output_gate", boolean(true)},  // also where no layer has one: shapes count
       {"tensor_model_parallel_size", integer(1)}};
+  // Megatron's own list of what a checkpoint's arguments restore leaves these two out.
+  const double residual_eps = c_.contains("attention_residuals")
+                                  ? c_["attention_residuals"].value("eps", 1e-6)
+                                  : 1e-6;
+  if (residual_eps != 1e-6) {
+    arguments_["attn_res_enabled"] = boolean(true);
+    arguments_["attn_res_eps"] = real(residual_eps);
+  }
   if (mixer_.empty()) return;
   arguments_["experimental_attention_variant"] =
       text(variants.at(mixer_) + (torch ? "_pytorch" : ""));

@@ -358,6 +358,13 @@ TEST(TorchArchive, ReadsWhatTorchWrote) {
                   "expected row-major order, found shape [3, 2] with strides [1, 3]"));
 }
 
+TEST(TorchArchive, RefusesAPickleThatWasChanged) {
+  std::string bytes = TorchWriter().bytes(text("hello"));
+  EXPECT_EQ(tensor_error(bytes), "no tensor");
+  bytes[bytes.find("hello")] = 'j';  // still a pickle, of another text
+  EXPECT_TRUE(has(tensor_error(bytes), "data.pkl: expected CRC-32 ")) << tensor_error(bytes);
+}
+
 TEST(TorchArchive, RefusesWhatIsNotAnArchiveOfOnePickle) {
   EXPECT_TRUE(has(tensor_error(zip_bytes({{"a/data", "x"}})), "data.pkl: is missing"));
   EXPECT_TRUE(has(tensor_error(zip_bytes({{"a/data.pkl", "x"}, {"b/data.pkl", "x"}})),
