@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what is missing, builds, and runs every test. Needs Debian 12 or Ubuntu 24.04. From a
-# clean clone on two cores 18.5 minutes, without a compiler cache and with CUDA compiled; about 8
+# Installs what is missing, builds, and runs every test. Needs Debian 12 or Ubuntu 24.04. On two
+# cores, from an empty compiler cache and with CUDA compiled, most of an hour; less than half of it
 # with a warm cache. `./tests/run.sh --quick` leaves out the sanitizer builds and the fuzzers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
