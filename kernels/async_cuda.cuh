@@ -4,6 +4,7 @@
 // Hopper's asynchronous parts: barriers in shared memory, the copy engine, and what the blocks of a
 // thread-block cluster say to each other. Before sm_90 there are none: kernels that use them must
 // not be started there, or have a plain path; the functions are empty so that such code compiles.
+// Barriers are named by their shared address.
 namespace weir::cuda {
 
 __device__ inline uint32_t shared_address(const void* pointer) {
@@ -12,42 +13,44 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 
 // --- barriers ---------------------------------------------------------------------------------
 
-// By one thread; all threads see them after a __syncthreads().
-__device__ inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+__device__ inline void barrier_init(uint32_t barrier, uint32_t arrivals) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(arrivals)
-               : "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 #endif
 }
 
-__device__ inline void barrier_arrive(uint64_t* barrier) {
+// By the thread that initialised barriers: the copy engine knows them, and all threads after a
+// __syncthreads().
+__device__ inline void barrier_init_done() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
+#endif
+}
+
+__device__ inline void barrier_arrive(uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 #endif
 }
 
 // Arrives, and has the phase wait for `bytes` of the copy engine too.
-__device__ inline void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 #endif
 }
 
 // Returns when the phase of this parity is complete.
-__device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n"
-      "}" ::"r"(shared_address(barrier)),
+      "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 #endif
@@ -63,12 +66,12 @@ __device__ inline void barrier_among(int threads) {
 
 // Device to shared memory; the barrier was told to expect the bytes.
 __device__ inline void bulk_load(void* shared, const void* from, uint32_t bytes,
-                                 uint64_t* barrier) {
+                                 uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(shared_address(shared)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 #endif
 }
@@ -101,6 +104,14 @@ __device__ inline void bulk_stores_read() {
 
 // --- clusters -----------------------------------------------------------------------------------
 
+__device__ inline uint32_t cluster_rank() {
+  uint32_t rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
 // Every thread of the cluster arrives, and what each wrote before can be read after.
 __device__ inline void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
@@ -111,14 +122,35 @@ __device__ inline void cluster_barrier() {
 #endif
 }
 
-// Writes `value` to where block `rank` of the cluster has what this block has at `mine`.
-__device__ inline void write_peer(float* mine, uint32_t rank, float value) {
+// Where block `rank` of the cluster has what this block has at `mine`.
+__device__ inline uint32_t peer_address(const float* mine, uint32_t rank) {
+  uint32_t address = 0;
 #if __CUDA_ARCH__ >= 900
-  uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(address)
       : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+#endif
+  return address;
+}
+
+__device__ inline void write_peer(float* mine, uint32_t rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(peer_address(mine, rank)), "f"(value)
+               : "memory");
+#endif
+}
+
+// A block is its own only peer before sm_90.
+__device__ inline float read_peer(const float* mine, uint32_t rank) {
+#if __CUDA_ARCH__ >= 900
+  float value;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];"
+               : "=f"(value)
+               : "r"(peer_address(mine, rank))
+               : "memory");
+  return value;
+#else
+  return *mine;
 #endif
 }
 

@@ -209,20 +209,6 @@ __device__ void attend(const Attention& op, const Memory& memory, int head, int 
   __syncthreads();  // the parts have been read
 }
 
-// The row of a token: the last one that begins at or before it, past rows without tokens.
-__device__ int row_of(const Rows& rows, int token) {
-  int low = 0, high = rows.count - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (rows.begin[middle] <= token) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
-}
-
 // Pages, first pass: the step's own keys and values. One block per (token, kv head).
 __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant__ Attention op) {
   let_successor_start();

@@ -168,6 +168,20 @@ __device__ inline float* at(const SlotState& state, Slot slot) {
   return state.data + int64_t(slot) * state.stride;
 }
 
+// The row of a token: the last one that begins at or before it, past rows without tokens.
+__device__ inline int row_of(const Rows& rows, int token) {
+  int low = 0, high = rows.count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (rows.begin[middle] <= token) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
 // The sum over groups of `lanes` neighbouring lanes, in each of them; lanes a power of two.
 template <int lanes = 32>
 __device__ inline float sum_over_lanes(float value) {

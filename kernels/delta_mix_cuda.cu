@@ -94,14 +94,15 @@ template <int kParts, int kRows>
 struct HeldState {
   static constexpr bool kHeld = true;
   float* s = nullptr;  // shared
-  uint64_t* barrier = nullptr;
-  uint32_t phase = 0, bytes = 0;
+  uint32_t barrier = 0, phase = 0, bytes = 0;
 
   __device__ void open(float* shared, uint64_t* mbarrier, int values) {
     s = shared;
     bytes = uint32_t(values) * kParts * 32 * sizeof(float);
-    barrier = mbarrier;
-    if (threadIdx.x == 0) barrier_init(barrier, 1);
+    barrier = shared_address(mbarrier);
+    if (threadIdx.x != 0) return;
+    barrier_init(barrier, 1);
+    barrier_init_done();
   }
   // Before sm_90 by all threads, otherwise by the copy engine.
   __device__ void move(float* to, const float* from) const {

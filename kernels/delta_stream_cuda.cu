@@ -105,14 +105,14 @@ __device__ inline void bring_states(const DeltaMix& op, float* ring, Signals& si
     const float* from = state_of(op, unit, unit.key_head * group);
     const int rows = group * op.value_dim;  // the unit's states lie end to end
     for (int v = 0; v < rows; v += kStageRows, turn.next(stages)) {
-      barrier_wait(&signals.empty[turn.at], turn.parity ^ 1);
+      barrier_wait(shared_address(&signals.empty[turn.at]), turn.parity ^ 1);
       if (unit.fresh) {
-        barrier_arrive(&signals.full[turn.at]);
+        barrier_arrive(shared_address(&signals.full[turn.at]));
         continue;
       }
-      barrier_expect(&signals.full[turn.at], bytes);
+      barrier_expect(shared_address(&signals.full[turn.at]), bytes);
       bulk_load(ring + turn.at * floats, from + int64_t(v) * op.key_dim, bytes,
-                &signals.full[turn.at]);
+                shared_address(&signals.full[turn.at]));
     }
   });
 }
@@ -136,7 +136,7 @@ __device__ inline void prepare_heads(const DeltaMix& op, float* heads, float* ke
       float* x = heads + turn.at * head_floats(op);
       const Vectors to{x, x + K, x + 2 * K, x + 3 * K, x + 4 * K, nullptr, kept};
       place.decay_head = place.value_head * op.decay_heads / op.value_heads;
-      barrier_wait(&signals.done[turn.at], turn.parity ^ 1);
+      barrier_wait(shared_address(&signals.done[turn.at]), turn.parity ^ 1);
       Pass<kWidth, kThreads, 2> pass;
       for (int first = thread; first - thread < 2 * K + V; first += 2 * kThreads) {
         pass.load(op, place, first, waits);
@@ -152,14 +152,14 @@ __device__ inline void prepare_heads(const DeltaMix& op, float* heads, float* ke
         const float scale = head_scale(op.qk_norm, thread < 32 ? to.q : to.k, K);
         if (thread % 32 == 0) x[4 * K + V + thread / 32] = scale;
       }
-      barrier_arrive(&signals.ready[turn.at]);
+      barrier_arrive(shared_address(&signals.ready[turn.at]));
       if (op.conv_width > 1) remember<kThreads>(op, place, to, thread, i + 1 == group, 0, 1);
     }
   });
   if (units % kGroups != kNumber) return;
-  barrier_wait(&signals.done[turn.at], turn.parity ^ 1);
+  barrier_wait(shared_address(&signals.done[turn.at]), turn.parity ^ 1);
   if (thread == 0) signals.task[turn.at] = {};
-  barrier_arrive(&signals.ready[turn.at]);
+  barrier_arrive(shared_address(&signals.ready[turn.at]));
 }
 
 __device__ inline float output_gate(const DeltaMix& op, const Task& task, int value) {
@@ -219,7 +219,7 @@ __device__ inline void work(const DeltaMix& op, float* ring, float* heads, float
   Turn turn, head;
   int stored = 0;
   for (;; head.next(kHeadsAhead)) {
-    barrier_wait(&signals.ready[head.at], head.parity);
+    barrier_wait(shared_address(&signals.ready[head.at]), head.parity);
     const Task task = signals.task[head.at];
     if (task.state == nullptr) break;
     const float* x = heads + head.at * head_floats(op);
@@ -234,7 +234,7 @@ __device__ inline void work(const DeltaMix& op, float* ring, float* heads, float
     erase.load(k + 2 * K);
     const float q_scale = x[4 * K + V] / sqrtf(float(K)), k_scale = x[4 * K + V + 1];
     for (int v = 0; v < V; v += kStageRows, turn.next(stages)) {
-      barrier_wait(&signals.full[turn.at], turn.parity);
+      barrier_wait(shared_address(&signals.full[turn.at]), turn.parity);
       float* const stage = ring + turn.at * kStageFloats;
       float* const s = stage + row * K + lane;
       held.load(s);
@@ -258,14 +258,14 @@ __device__ inline void work(const DeltaMix& op, float* ring, float* heads, float
         bulk_store(task.state + int64_t(v) * K, stage, kStageFloats * sizeof(float));
         bulk_stores_read<kLag>();
         const int back = turn.at - kLag < 0 ? turn.at - kLag + stages : turn.at - kLag;
-        if (stored++ >= kLag) barrier_arrive(&signals.empty[back]);
+        if (stored++ >= kLag) barrier_arrive(shared_address(&signals.empty[back]));
       }
       answer = sum_over_lanes<8>(answer) * q_scale;
       if (lane == 0) o[v + row] = answer;
     }
     finish(op, task, o, signals.squares, weight, gate);
     barrier_among<1>(kWorkers);  // o and the vectors may be overwritten
-    if (threadIdx.x == 0) barrier_arrive(&signals.done[head.at]);
+    if (threadIdx.x == 0) barrier_arrive(shared_address(&signals.done[head.at]));
   }
   if (threadIdx.x == 0) bulk_stores_read<0>();
 }
@@ -281,13 +281,14 @@ __global__ __launch_bounds__(kStreamThreads, 1) void stream_kernel(
   float* const kept = o + op.value_dim;
   if (threadIdx.x == 0) {
     for (int i = 0; i < stages; ++i) {
-      barrier_init(&signals.full[i], 1);
-      barrier_init(&signals.empty[i], 1);
+      barrier_init(shared_address(&signals.full[i]), 1);
+      barrier_init(shared_address(&signals.empty[i]), 1);
     }
     for (int i = 0; i < kHeadsAhead; ++i) {
-      barrier_init(&signals.ready[i], kThreads);
-      barrier_init(&signals.done[i], 1);
+      barrier_init(shared_address(&signals.ready[i]), kThreads);
+      barrier_init(shared_address(&signals.done[i]), 1);
     }
+    barrier_init_done();
   }
   let_successor_start();
   if (!fresh_state) wait_for_predecessor();

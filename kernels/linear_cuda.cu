@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "kernels/async_cuda.cuh"
 #include "kernels/linear_cuda.cuh"
 
 namespace weir::cuda {
@@ -66,36 +67,6 @@ __global__ __launch_bounds__(kThreads) void split_kernel(Acts x, int in, int tok
     *reinterpret_cast<uint2*>(to.high + place) = high;
     if (to.low != nullptr) *reinterpret_cast<uint2*>(to.low + place) = low;
   }
-}
-
-__device__ inline uint32_t cluster_rank() {
-  uint32_t rank = 0;
-#if __CUDA_ARCH__ >= 900
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-__device__ inline void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "barrier.cluster.arrive.aligned;\n"
-      "barrier.cluster.wait.aligned;" ::
-          : "memory");
-#endif
-}
-// Reads what block `rank` of the cluster has at the place of this block's `mine`.
-__device__ inline float read_peer(const float* mine, uint32_t rank) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t address;
-  float value;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"(uint32_t(__cvta_generic_to_shared(mine))), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
-#else
-  return *mine;
-#endif
 }
 
 // Where a row of the stacked bf16 matrices begins.

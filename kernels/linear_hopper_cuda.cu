@@ -147,20 +147,13 @@ __device__ void add_stages(const Job& job, const Block& block, const Ring& ring,
   products_wait<0>();
 }
 
-__device__ inline float4 read_peer(const float* mine, int rank) {
-  uint32_t address;
+__device__ inline float4 read_four(const float* mine, uint32_t rank) {
   float4 v;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"(shared_address(mine)), "r"(rank));
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
+               : "r"(peer_address(mine, rank))
                : "memory");
   return v;
-}
-__device__ inline void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 __device__ inline float bias_of(const Job& job, int row) {
@@ -211,7 +204,7 @@ __device__ void store_sums(const Job& job, const Block& block, const float* sums
       const int i = min(begin + j * int(blockDim.x), all - 1);
       const float* mine = sums + i / own * (kRows + 4) + (first + i % own) * 4;
 #pragma unroll
-      for (int c = 0; c < kCluster; ++c) part[j][c] = read_peer(mine, c);
+      for (int c = 0; c < kCluster; ++c) part[j][c] = read_four(mine, uint32_t(c));
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {

@@ -9,20 +9,13 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kMemoriesMost = 256;  // as many as route_kernel counts in shared memory
 
-// The row of a token, past rows without tokens; -1: of none that a sequence fills.
+// The row of a token; -1: of none that a sequence fills.
 __device__ int filled_row_of(const Rows& rows, int token) {
-  int low = 0, high = rows.count - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (rows.begin[middle] <= token) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  const bool filled = rows.count > 0 && rows.slot[low] != kPadding && token >= rows.begin[low] &&
-                      token < rows.begin[low + 1];
-  return filled ? low : -1;
+  if (rows.count == 0) return -1;
+  const int row = row_of(rows, token);
+  const bool filled = rows.slot[row] != kPadding && token >= rows.begin[row] &&
+                      token < rows.begin[row + 1];
+  return filled ? row : -1;
 }
 
 // One token's memories in order of falling logits, the earlier of equals first, and their weights.

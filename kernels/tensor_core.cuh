@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "kernels/async_cuda.cuh"
+
 // Products of small half-precision matrices by one warp, and barriers among some warps of a block.
 // Fragments, as PTX numbers them, of mma.m16n8k16: with g = lane / 4 and p = 2 (lane % 4),
 //   A [16, 16]: {(g, p), (g + 8, p), (g, p + 8), (g + 8, p + 8)}, two neighbours each
@@ -19,10 +21,6 @@ __device__ inline uint32_t pack(float low, float high) {
 }
 __device__ inline float2 unpack(uint32_t packed) {
   return __half22float2(*reinterpret_cast<const half2*>(&packed));
-}
-
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return uint32_t(__cvta_generic_to_shared(pointer));
 }
 
 // Four 8 x 8 matrices of halves from shared memory; lane l gives the address of row l % 8 of

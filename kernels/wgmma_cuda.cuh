@@ -1,45 +1,15 @@
 #pragma once
-// What Hopper's tensor cores and copy engine are asked for (PTX ISA: wgmma, cp.async.bulk.tensor,
-// mbarrier), for compute capability 9.0a alone.
+// What Hopper's tensor cores and copy engine are asked for (PTX ISA: wgmma, cp.async.bulk.tensor),
+// for compute capability 9.0a alone.
 #include <cuda.h>
 
 #include <cstdint>
 
+#include "kernels/async_cuda.cuh"
+
 namespace weir::cuda {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-__device__ inline uint32_t shared_address(const void* shared) {
-  return uint32_t(__cvta_generic_to_shared(shared));
-}
-
-// --- barriers in shared memory, by the parity of their phase ---------------------------------
-
-__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-// Makes the initialised barriers known to the copy engine.
-__device__ inline void barrier_init_done() {
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
-}
-__device__ inline void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
 
 // --- copies of a tensor's box into shared memory ----------------------------------------------
 
