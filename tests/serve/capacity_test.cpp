@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "tests/serve/client.h"
+#include "tests/unit/temporary_folder.h"
 
 namespace weir {
 namespace {
@@ -161,26 +162,24 @@ TEST(Capacity, MoreSlotsThanStepTokensRaiseTheStep) {
 
 // A misspelt key is said at the start, by name; strict, the start is refused.
 TEST(Start, AConfigKeyThatNothingReads) {
-  char folder[] = "/tmp/weir-config-XXXXXX";
-  ASSERT_NE(mkdtemp(folder), nullptr);
-  std::filesystem::copy(testing::vectors("gated-deltanet"), folder);
-  const std::string path = std::string(folder) + "/config.json";
+  const test::TemporaryFolder folder;
+  std::filesystem::copy(testing::vectors("gated-deltanet"), folder.path());
+  const std::string path = folder.file("config.json");
   std::ifstream file(path);
   std::string text{std::istreambuf_iterator<char>(file), {}};
   text.insert(text.find('{') + 1, "\"norm_epz\": 1e-5,");
   std::ofstream(path) << text;
   {
-    testing::TestServer server(folder);
+    testing::TestServer server(folder.path());
     EXPECT_TRUE(server.serving()) << server.output();
     EXPECT_NE(server.output().find("ignored: " + path + ": norm_epz: nothing reads this key"),
               std::string::npos) << server.output();
   }
-  testing::TestServer strict(folder, {"--strict"});
+  testing::TestServer strict(folder.path(), {"--strict"});
   EXPECT_FALSE(strict.serving());
   EXPECT_EQ(strict.wait_exit(), 1);
   EXPECT_NE(strict.output().find(path + ": norm_epz: nothing reads this key"), std::string::npos)
       << strict.output();
-  std::filesystem::remove_all(folder);
 }
 
 }  // namespace

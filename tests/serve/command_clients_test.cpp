@@ -9,6 +9,7 @@
 #include "clients/text_file.h"
 #include "clients/utf8.h"
 #include "tests/serve/client.h"
+#include "tests/unit/temporary_folder.h"
 
 namespace weir::testing {
 namespace {
@@ -121,14 +122,13 @@ TEST(Ask, CtrlCCancelsAndAClosedPipeToo) {
 }
 
 nlohmann::json load_report(const TestServer& server, std::vector<std::string> flags) {
-  char path[] = "/tmp/weir-load-XXXXXX";
-  close(mkstemp(path));
+  const test::TemporaryFolder folder;
+  const std::string path = folder.file("report.json");
   flags.insert(flags.begin(), {kLoad, "--server", server.address(), "--json", path});
   const Ran ran = run(flags);
   EXPECT_EQ(ran.code, 0) << ran.output;
   std::string error;
   const std::string text = read_text(path, &error).value_or("");
-  unlink(path);
   return nlohmann::json::parse(text, nullptr, false);
 }
 

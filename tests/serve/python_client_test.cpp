@@ -1,10 +1,8 @@
 // The Python example against the real server.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <filesystem>
-
 #include "tests/serve/client.h"
+#include "tests/unit/temporary_folder.h"
 
 namespace weir::testing {
 namespace {
@@ -15,14 +13,13 @@ TEST(PythonClient, AskStreamsAnAnswer) {
   Process probe({"/usr/bin/env", kPython, "-c", "import grpc, google.protobuf"});
   if (probe.wait_exit() != 0) GTEST_SKIP() << "python3-grpcio or python3-protobuf is missing";
 
-  char folder[] = "/tmp/weir-python-XXXXXX";
-  ASSERT_NE(mkdtemp(folder), nullptr);
-  Process generate({WEIR_SOURCE_DIR "/clients/python/generate.sh", folder});
+  const test::TemporaryFolder folder;
+  Process generate({WEIR_SOURCE_DIR "/clients/python/generate.sh", folder.path()});
   ASSERT_EQ(generate.wait_exit(), 0) << generate.output();
 
   TestServer server(vectors("gated-deltanet"));
   ASSERT_TRUE(server.serving()) << server.output();
-  const std::string path = std::string("PYTHONPATH=") + folder;
+  const std::string path = "PYTHONPATH=" + folder.path();
   const auto ask = [&](const std::vector<std::string>& arguments) {
     std::vector<std::string> command = {"/usr/bin/env", path, kPython,
                                         WEIR_SOURCE_DIR "/clients/python/ask.py",
@@ -57,7 +54,6 @@ TEST(PythonClient, AskStreamsAnAnswer) {
     EXPECT_NE(wrong->output().find("ask.py: error: "), std::string::npos) << wrong->output();
     EXPECT_EQ(wrong->output().find("Traceback"), std::string::npos) << wrong->output();
   }
-  std::filesystem::remove_all(folder);
 }
 
 }  // namespace

@@ -19,27 +19,11 @@
 #include "engine/spec.h"
 #include "kernels/check.h"
 #include "nlohmann/json.hpp"
+#include "tests/unit/temporary_folder.h"
 
 namespace weir::test {
 
 // Writes checkpoints for tests: a folder with config.json and safetensors files.
-
-// A folder of its own, removed at the end.
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "weir-test-XXXXXX").string();
-    WEIR_CHECK(mkdtemp(pattern.data()) != nullptr);
-    path_ = pattern;
-  }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  ~TemporaryFolder() { std::filesystem::remove_all(path_); }
-  const std::string& path() const { return path_; }
-  std::string file(const std::string& name) const { return path_ + "/" + name; }
-
- private:
-  std::string path_;
-};
 
 inline void write_file(const std::string& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary) << bytes;

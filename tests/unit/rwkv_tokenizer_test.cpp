@@ -63,7 +63,7 @@ std::vector<Token> cut(std::string_view text) {
 }
 
 absl::StatusOr<Tokenizer> open_lines(const std::string& lines) {
-  const Folder folder;
+  const test::TemporaryFolder folder;
   folder.write(kFile, lines);
   return Tokenizer::open_folder(folder.path());
 }
@@ -211,7 +211,7 @@ TEST(RwkvTokenizer, VocabulariesThatCannotCutEveryTextAreRefused) {
 }
 
 TEST(RwkvTokenizer, OneTokenizerAFolder) {
-  const Folder folder;
+  const test::TemporaryFolder folder;
   folder.write(kFile, vocabulary());
   EXPECT_TRUE(Tokenizer::open_folder(folder.path()).ok());
   EXPECT_EQ(open(folder.path()).path(), folder.path() + "/" + kFile);

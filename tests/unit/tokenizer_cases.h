@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <string>
@@ -10,8 +9,9 @@
 #include <vector>
 
 #include "engine/tokenizer.h"
+#include "tests/unit/temporary_folder.h"
 
-// What the tokenizer's tests share: models, texts, folders.
+// What the tokenizer's tests share: models, texts.
 namespace weir {
 
 inline const std::string kFolder = WEIR_SOURCE_DIR "/tests/vectors/gated-deltanet";
@@ -30,24 +30,6 @@ inline std::string read(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
-
-// A folder that goes with the test.
-class Folder {
- public:
-  Folder() {
-    char name[] = "/tmp/weir-tokenizer-XXXXXX";
-    if (mkdtemp(name) == nullptr) std::abort();
-    path_ = name;
-  }
-  ~Folder() { std::filesystem::remove_all(path_); }
-  void write(const std::string& name, const std::string& bytes) const {
-    std::ofstream(path_ + "/" + name, std::ios::binary) << bytes;
-  }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 inline const std::vector<std::string>& texts() {
   static const std::vector<std::string> kTexts = {

@@ -17,13 +17,13 @@ namespace weir {
 namespace {
 
 absl::Status status_of(const std::string& model_bytes) {
-  const Folder folder;
+  const test::TemporaryFolder folder;
   folder.write("tokenizer.model", model_bytes);
   return Tokenizer::open_folder(folder.path()).status();
 }
 
 TEST(Tokenizer, AFileThatIsMissingEmptyOrNoFileIsRefusedByName) {
-  const Folder folder;
+  const test::TemporaryFolder folder;
   const absl::Status missing = Tokenizer::open_folder(folder.path()).status();
   EXPECT_EQ(missing.code(), absl::StatusCode::kNotFound);
   EXPECT_NE(std::string(missing.message()).find(folder.path() + "/tokenizer.model"),
@@ -39,7 +39,7 @@ TEST(Tokenizer, AFileThatIsMissingEmptyOrNoFileIsRefusedByName) {
 }
 
 TEST(Tokenizer, AFileTooLargeIsRefusedBeforeItIsRead) {
-  const Folder folder;
+  const test::TemporaryFolder folder;
   folder.write("tokenizer.model", "x");
   std::filesystem::resize_file(folder.path() + "/tokenizer.model", uintmax_t(1) << 40);
   EXPECT_EQ(Tokenizer::open_folder(folder.path()).status().code(),
@@ -65,7 +65,7 @@ TEST(Tokenizer, DamagedFilesAreRefusedOrUsable) {
     for (uint32_t flips = 1 + random() % 3; flips > 0; --flips) {
       bytes[random() % bytes.size()] ^= char(1 << random() % 8);
     }
-    const Folder folder;
+    const test::TemporaryFolder folder;
     folder.write("tokenizer.model", bytes);
     const absl::StatusOr<Tokenizer> tokenizer = Tokenizer::open_folder(folder.path());
     if (!tokenizer.ok()) ++refused;
@@ -122,7 +122,7 @@ TEST(Tokenizer, ANormalizerThatPointsOutsideItselfIsRefused) {
   units[256] = 0x80000000u | 2;
   const std::string texts("x\0a\0", 4);
   EXPECT_EQ(status_of(charsmap(units, texts)), absl::OkStatus());
-  const Folder folder;
+  const test::TemporaryFolder folder;
   folder.write("tokenizer.model", charsmap(units, texts));
   EXPECT_EQ(open(folder.path()).encode("ab"), open(folder.path()).encode("aa"));
 

@@ -30,7 +30,7 @@ class Tools {
 
  private:
   std::string run(const std::string& tool, const std::string& input) const {
-    const Folder folder;
+    const test::TemporaryFolder folder;
     folder.write("in", input);
     const std::string in = folder.path() + "/in", out = folder.path() + "/out";
     const std::string command = tool + " --model=" + model_ + " <" + in + " >" + out;
@@ -101,7 +101,7 @@ TEST(Tokenizer, EqualsSentencepiecesOwnToolsOnModelsOfEveryKind) {
         "--model_type=bpe --add_dummy_prefix=false --remove_extra_whitespaces=false "
         "--normalization_rule_name=identity --allow_whitespace_only_pieces=true"}) {
     SCOPED_TRACE(options);
-    const Folder folder;
+    const test::TemporaryFolder folder;
     std::string command = "spm_train --input=" WEIR_SOURCE_DIR "/README.md --vocab_size=420 ";
     command += "--hard_vocab_limit=false --model_prefix=" + folder.path() + "/tokenizer ";
     command += options;
