@@ -8,9 +8,10 @@ StatePool::StatePool(const ModelSpec& spec, const Limits& limits, Backend& backe
     : backend_(backend) {
   for (const LayerSpec& layer : spec.layers) {
     const StateSize size = state_size(layer, spec.dim);
-    slot_offset_.push_back(slot_floats_);
+    const auto floats = int64_t(size.slot() / sizeof(float));
+    layer_slots_.push_back({.begin = slot_floats_ * limits.slots, .floats = floats});
     page_offset_.push_back(page_floats_);
-    slot_floats_ += int64_t(size.slot() / sizeof(float));
+    slot_floats_ += floats;
     page_floats_ += int64_t(size.kv_per_token / sizeof(float)) * limits.page_tokens;
   }
   if (slot_floats_ > 0) {
@@ -23,18 +24,27 @@ StatePool::StatePool(const ModelSpec& spec, const Limits& limits, Backend& backe
 }
 
 SlotState StatePool::layer_state(int32_t layer) const {
-  return {slots_ + slot_offset_[size_t(layer)], slot_floats_};
+  const LayerSlots& part = layer_slots_[size_t(layer)];
+  return {slots_ + part.begin, part.floats};
 }
 
 float* StatePool::layer_pages(int32_t layer) const { return pages_ + page_offset_[size_t(layer)]; }
 
-void StatePool::download_slot(Slot slot, void* host) const {
-  backend_.download(host, slots_ + int64_t(slot) * slot_floats_, slot_bytes());
+void StatePool::download_slot(Slot slot, float* host) const {
+  for (const LayerSlots& part : layer_slots_) {
+    backend_.download(host, slots_ + part.begin + slot * part.floats,
+                      size_t(part.floats) * sizeof(float));
+    host += part.floats;
+  }
   backend_.finish();
 }
 
-void StatePool::upload_slot(Slot slot, const void* host) const {
-  backend_.upload(slots_ + int64_t(slot) * slot_floats_, host, slot_bytes());
+void StatePool::upload_slot(Slot slot, const float* host) const {
+  for (const LayerSlots& part : layer_slots_) {
+    backend_.upload(slots_ + part.begin + slot * part.floats, host,
+                    size_t(part.floats) * sizeof(float));
+    host += part.floats;
+  }
   backend_.finish();
 }
 

@@ -26,7 +26,10 @@ class OpBench {
   }
   int64_t pool_floats() const { return int64_t(cpu_ ? 16 : 1024) << 20; }
   int64_t weight_count() const { return int64_t(cpu_ ? 64 : 1024) << 20; }
-  float* pool() const { return pool_; }
+  // The slots' parts of one layer of many, `floats` each, end to end as StatePool lays them out.
+  SlotState layer(int64_t number, int64_t slots, int64_t floats) const {
+    return {pool_ + number * slots * floats, floats};
+  }
   const uint16_t* weights() const { return weights_; }
   template <typename T>
   T* put(const std::vector<T>& values) {
@@ -120,8 +123,8 @@ void bench_mixer(OpBench& bench, const Mixer& m, int32_t batch) {
   if (m.gate) op.gate = bench.acts(batch, V);
   Program program;
   for (int64_t i = 0; i < copies; ++i) {
-    op.state = {bench.pool() + i * state, copies * stride};
-    op.history = {bench.pool() + copies * state + i * history, copies * stride};
+    op.state = bench.layer(i, batch, stride);
+    op.history = op.state.from(state);
     program.push_back(op);
   }
   bench.time(m.name, batch, program);
@@ -158,7 +161,7 @@ void bench_swila(OpBench& bench, const SwilaKind& kind, int32_t batch) {
   }
   Program program;
   for (int64_t i = 0; i < copies; ++i) {
-    op.state = {bench.pool() + i * stride, copies * stride};
+    op.state = bench.layer(i, batch, stride);
     op.posterior = op.state.from(state);
     op.prior = op.state.from(state + priors / 2);
     op.history = op.state.from(state + priors);
@@ -193,7 +196,7 @@ void bench_outer(OpBench& bench, const OuterKind& kind, int32_t batch) {
   op.out = bench.acts(batch, int64_t(kind.heads) * kind.value_dim);
   Program program;
   for (int64_t i = 0; i < copies; ++i) {
-    op.state = {bench.pool() + i * stride, copies * stride};
+    op.state = bench.layer(i, batch, stride);
     if (kind.normalise) op.sums = op.state.from(state);
     program.push_back(op);
   }
