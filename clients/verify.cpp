@@ -18,7 +18,8 @@ namespace {
 
 constexpr char kUsage[] =
     "usage: weir-verify MODEL_DIR [--tolerance 1e-3] [--golden FILE] [--threads N]\n"
-    "                   [--simd -1|0|1|2] [--plain] [--device cpu|cuda|cuda:N] [--full_only]\n"
+    "                   [--simd -1|0|1|2] [--plain] [--device cpu|cuda|cuda:N]\n"
+    "                   [--vectors split|bf16] [--full_only]\n"
     "\n"
     "Runs the prompt of MODEL_DIR/golden.safetensors through the model: the whole prompt at\n"
     "once, token by token, and in chunks of 1, 7 and 64 tokens. Prints the largest absolute\n"
@@ -27,13 +28,15 @@ constexpr char kUsage[] =
     "\n"
     "golden.safetensors: prompt [n] int32; logits_full [n, vocab] float32; optional\n"
     "logits_step [n, vocab] float32; optional greedy [m] int32. --full_only leaves logits_step\n"
-    "out: fla's own RWKV-7, fed token by token, starts from memory that it never cleared.\n";
+    "out: fla's own RWKV-7, fed token by token, starts from memory that it never cleared.\n"
+    "--vectors: how linear layers on a GPU take vectors: split, as high and low bf16 halves, or\n"
+    "bf16, rounded: faster, and less exact.\n";
 
 struct Options {
   std::string folder, golden;
   double tolerance = 1e-3;
   CpuOptions cpu;
-  std::string device = "cpu";
+  std::string device = "cpu", vectors = "split";
   bool full_only = false;  // compare with logits_full alone
 };
 
@@ -164,7 +167,7 @@ bool verify_greedy(Sequence& sequence, const Golden& golden, size_t vocab, doubl
 }
 
 absl::StatusOr<bool> verify(const Options& options) {
-  const auto opened = open_device(options.device, options.cpu);
+  const auto opened = open_device(options.device, options.cpu, options.vectors);
   if (!opened.ok()) return opened.status();
   Backend* const backend = opened->get();
   absl::StatusOr<Model> model = load_model(options.folder, *backend);
@@ -231,12 +234,12 @@ bool parse(int argc, char** argv, Options& options) {
     if (i + 1 == argc) return false;
     const char* value = argv[++i];
     char* end = nullptr;
-    if (flag == "--golden") {
-      options.golden = value;
-      continue;
-    }
-    if (flag == "--device") {
-      options.device = value;
+    std::string* const text = flag == "--golden"    ? &options.golden
+                              : flag == "--device"  ? &options.device
+                              : flag == "--vectors" ? &options.vectors
+                                                    : nullptr;
+    if (text != nullptr) {
+      *text = value;
       continue;
     }
     const double number = std::strtod(value, &end);

@@ -30,13 +30,27 @@ absl::Status check_device(const std::string& name) {
       absl::StrCat("device: expected cpu, cuda or cuda:N, found \"", name, "\""));
 }
 
+absl::Status check_vectors(const std::string& vectors, const std::string& device) {
+  if (vectors == "split") return absl::OkStatus();
+  if (vectors != "bf16") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("vectors: expected split or bf16, found \"", vectors, "\""));
+  }
+  if (gpu_of(device).value_or(-1) >= 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("vectors: expected split on the device ", device, ", found bf16"));
+}
+
 absl::StatusOr<std::unique_ptr<Backend>> open_device(const std::string& name,
-                                                     const CpuOptions& cpu) {
+                                                     const CpuOptions& cpu,
+                                                     const std::string& vectors) {
   if (absl::Status status = check_device(name); !status.ok()) return status;
+  if (absl::Status status = check_vectors(vectors, name); !status.ok()) return status;
   const int gpu = *gpu_of(name);
   if (gpu < 0) return make_cpu_backend(cpu);
   std::string error;
-  std::unique_ptr<Backend> backend = make_cuda_backend(gpu, &error);
+  std::unique_ptr<Backend> backend =
+      make_cuda_backend(gpu, &error, {.bf16_vectors = vectors == "bf16"});
   if (backend == nullptr) return absl::UnavailableError(absl::StrCat(name, ": ", error));
   return backend;
 }

@@ -111,7 +111,7 @@ absl::Status Server::plan() {
   const absl::StatusOr<ModelSpec> spec = read_spec_folder(options.model_folder, &unread);
   if (!spec.ok()) return spec.status();
   if (absl::Status status = report_unread(options, unread); !status.ok()) return status;
-  auto opened = open_device(options.device, {.threads = thread_count(options)});
+  auto opened = open_device(options.device, {.threads = thread_count(options)}, options.vectors);
   if (!opened.ok()) return opened.status();
   backend = *std::move(opened);
   const DeviceInfo device = backend->info();

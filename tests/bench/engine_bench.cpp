@@ -2,6 +2,9 @@
 // Compare with weir-load on a weir-server of the same model, in the same hour.
 //
 //   engine_bench MODEL_DIR [STREAMS] [PROMPT_TOKENS] [ANSWER_TOKENS] [SECONDS] [DEVICE]
+//                [VECTORS]
+//
+// VECTORS: split or bf16, as weir-server's flag of that name.
 //
 // MODEL_DIR random-1.3b is a Gated DeltaNet of random weights: 24 layers, 16 heads of 128x128.
 #include <atomic>
@@ -34,7 +37,7 @@ class Quiet final : public Observer {
 struct Load {
   int32_t streams = 32, prompt_tokens = 64, answer_tokens = 128;
   double seconds = 10;
-  std::string device = "cpu";
+  std::string device = "cpu", vectors = "split";
 };
 
 // A closed loop of one stream: the next request goes in when the last answer has ended.
@@ -74,7 +77,12 @@ class Stream final : public TokenSink {
 void wait(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
 int run(const char* folder, const Load& load) {
-  const auto backend = open_device(load.device).value();
+  const auto opened = open_device(load.device, {}, load.vectors);
+  if (!opened.ok()) {
+    std::fprintf(stderr, "%s\n", std::string(opened.status().message()).c_str());
+    return 1;
+  }
+  const std::unique_ptr<Backend>& backend = *opened;
   absl::StatusOr<Model> model = absl::UnknownError("");
   if (std::string(folder) == "random-1.3b") {
     model = test::random_model(test::model_1_3b(), 1, *backend);
@@ -128,7 +136,7 @@ int run(const char* folder, const Load& load) {
 int main(int argc, char** argv) {
   if (argc < 2) {
     std::fprintf(stderr, "usage: engine_bench MODEL_DIR [STREAMS] [PROMPT] [ANSWER] [SECONDS] "
-                         "[DEVICE]\n");
+                         "[DEVICE] [VECTORS]\n");
     return 2;
   }
   weir::Load load;
@@ -137,5 +145,6 @@ int main(int argc, char** argv) {
   if (argc > 4) load.answer_tokens = std::atoi(argv[4]);
   if (argc > 5) load.seconds = std::atof(argv[5]);
   if (argc > 6) load.device = argv[6];
+  if (argc > 7) load.vectors = argv[7];
   return weir::run(argv[1], load);
 }
