@@ -1,11 +1,14 @@
 #include "engine/engine.h"
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <mutex>
 #include <optional>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "kernels/check.h"
@@ -22,7 +25,9 @@ struct Engine::Impl {
   bool wait_for_work();
   void read_inbox();
   void step();
-  void count_rows(const StepBatch& batch);
+  bool begin_step();
+  bool finish_step();
+  void count_rows(const StepBatch& batch, StepReport& report) const;
   void deliver();
   void report_occupancy();
 
@@ -36,6 +41,12 @@ struct Engine::Impl {
   struct Stream {
     TokenSink* sink = nullptr;
     int32_t prompt_tokens = 0;
+  };
+  // A step that the scheduler has handed out.
+  struct Begun {
+    bool computes = false;  // it has rows
+    Nanoseconds at = 0;
+    StepReport report;
   };
 
   const Limits limits;
@@ -55,7 +66,9 @@ struct Engine::Impl {
   std::unordered_map<SequenceId, Stream> streams;
   std::vector<Message> messages;
   std::vector<Emission> emissions;
-  StepReport report;
+  std::deque<Begun> begun;
+  Nanoseconds last_finished = 0;
+  StepReport untold;  // admitted and finished by steps without rows
   std::optional<Occupancy> reported;
 
   std::thread thread;
@@ -70,7 +83,8 @@ void Engine::Impl::run() {
 }
 
 // False when the engine is to end. There is no timed wait: while the scheduler holds a sequence,
-// each step moves or ends at least one, so an engine that sleeps has no deadline to miss.
+// each step moves or ends at least one, so an engine that sleeps has no deadline to miss. Nor is a
+// step out then: one with rows holds sequences, and one without is finished at once.
 bool Engine::Impl::wait_for_work() {
   if (!scheduler.idle()) return true;
   std::unique_lock lock(mutex);
@@ -100,37 +114,68 @@ void Engine::Impl::read_inbox() {
   for (const auto& [id, stream] : streams) scheduler.cancel(id);
 }
 
+// Begins a step, and finishes the oldest when the runner takes no more. With nothing to compute all
+// that is out is finished: what has ended shall hear of it.
 void Engine::Impl::step() {
-  const int32_t running_before = scheduler.running();
-  const StepBatch& batch = scheduler.next(now());
-  report.admitted += scheduler.running() - running_before;
-  report_occupancy();
+  const bool computes = begin_step();
+  const size_t most_out = computes ? runner.steps_out() - 1 : 0;
+  bool ended = false;
+  while (begun.size() > most_out) ended |= finish_step();
+  WEIR_CHECK(computes || ended);
+}
 
-  std::span<const Drawn> drawn;
-  const bool computes = !batch.empty();
-  if (computes) {
-    count_rows(batch);
-    const Nanoseconds begin = now();
-    drawn = runner.step(batch);
-    report.seconds = double(now() - begin) * 1e-9;
-    report.bytes = runner.step_bytes();
+bool Engine::Impl::begin_step() {
+  Begun step{.at = now()};
+  const int32_t running_before = scheduler.running();
+  const StepBatch& batch = scheduler.next(step.at);
+  step.report.admitted = scheduler.running() - running_before;
+  report_occupancy();
+  step.computes = !batch.empty();
+  if (step.computes) {
+    count_rows(batch, step.report);
+    runner.begin(batch);
+    step.report.bytes = runner.step_bytes();
   }
+  begun.push_back(step);
+  return step.computes;
+}
+
+// Whether a sequence left the scheduler.
+bool Engine::Impl::finish_step() {
+  const bool computes = begun.front().computes;
+  StepReport report = begun.front().report;
+  std::span<const Drawn> drawn;
+  if (computes) {
+    const Nanoseconds free = now();
+    drawn = runner.finish();
+    const Nanoseconds end = now();
+    report.seconds = double(end - std::max(begun.front().at, last_finished)) * 1e-9;
+    report.waited = double(end - free) * 1e-9;
+    last_finished = end;
+  }
+  begun.pop_front();
   read_inbox();  // a cancel that came during the step ends its sequence with this commit
-  const int32_t live_before = scheduler.running() + scheduler.waiting();
+  const int32_t live = scheduler.running() + scheduler.waiting();
   const int32_t running = scheduler.running();
   emissions.clear();
   scheduler.commit(drawn, emissions);
-  report.finished += running - scheduler.running();
-  WEIR_CHECK(computes || scheduler.running() + scheduler.waiting() < live_before);
+  for (const Emission& emission : emissions) report.drawn += emission.token.has_value();
+  report.finished = running - scheduler.running();
+  const bool ended = scheduler.running() + scheduler.waiting() < live;
   deliver();
   report_occupancy();
-  // What ended between steps is told with the next one.
-  if (!computes) return;
-  observer.on_step(report);
-  report = {};
+  // What began or ended without a computation is told with the next one.
+  report.admitted += std::exchange(untold.admitted, 0);
+  report.finished += std::exchange(untold.finished, 0);
+  if (computes) {
+    observer.on_step(report);
+  } else {
+    untold = report;
+  }
+  return ended;
 }
 
-void Engine::Impl::count_rows(const StepBatch& batch) {
+void Engine::Impl::count_rows(const StepBatch& batch, StepReport& report) const {
   for (const Row& row : batch.rows) {
     const bool prompt = row.first < streams.at(row.id).prompt_tokens;
     ++(prompt ? report.prompt_rows : report.decode_rows);
@@ -143,7 +188,6 @@ void Engine::Impl::deliver() {
     const auto stream = streams.find(emission.id);
     WEIR_CHECK(stream != streams.end());
     TokenSink& sink = *stream->second.sink;
-    if (emission.token) ++report.drawn;
     if (emission.finish) {
       streams.erase(stream);
       // Before the sink hears of it: whoever does may submit the next request at once.

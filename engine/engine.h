@@ -7,13 +7,23 @@
 
 namespace weir {
 
-// What computes a step: the Runner, or a model made for tests.
+// What computes steps: the Runner, or a model made for tests.
 class StepRunner {
  public:
   virtual ~StepRunner() = default;
-  // Answers batch.outputs one for one. Valid until the next call.
-  virtual std::span<const Drawn> step(const StepBatch& batch) = 0;
-  virtual size_t step_bytes() const = 0;  // the floor of the last step
+  // How many steps may be begun and not finished: 2 where the next one can be asked for while one
+  // is computed, so that what the host does between two steps costs no time.
+  virtual size_t steps_out() const { return 1; }
+  // `batch` stays as it is until its finish(). Its tokens may be what the step before draws.
+  virtual void begin(const StepBatch& batch) = 0;
+  // Waits for the oldest step begun and answers its outputs one for one. Valid until the next call.
+  virtual std::span<const Drawn> finish() = 0;
+  virtual size_t step_bytes() const = 0;  // the floor of the step begun last
+
+  std::span<const Drawn> step(const StepBatch& batch) {
+    begin(batch);
+    return finish();
+  }
 };
 
 // One thread that turns requests into tokens: inbox -> Scheduler -> StepRunner -> sinks. Other

@@ -15,6 +15,7 @@ class LogitEdits {
   LogitEdits(const Request& request, std::span<const Token> prompt);
 
   void add_generated(Token token);
+  bool penalise() const { return penalised_; }  // whether generated tokens count
   // Those that hold for the next draw, with the `forbidden` tokens out of it.
   void list(std::span<const Token> forbidden, std::vector<LogitEdit>& out) const;
 

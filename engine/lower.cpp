@@ -207,6 +207,8 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
   const Acts normed = workspace.take(tokens, spec.dim);
   program.push_back(Embed{.tokens = tokens,
                           .ids = arrays.ids,
+                          .drawn = arrays.drawn,
+                          .read = arrays.read,
                           .table = weights.embedding,
                           .out = residual.current()});
   if (spec.embedding_norm) {

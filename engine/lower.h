@@ -16,6 +16,8 @@ struct StepShape {
 // The small arrays of a step, on the device; sized for the largest step.
 struct StepArrays {
   const Token* ids = nullptr;               // [tokens]
+  const Token* drawn = nullptr;             // by the step before; see Embed
+  Token* read = nullptr;                    // [tokens], written by this one
   const int32_t* slot = nullptr;            // [rows]
   const int32_t* first = nullptr;           // [rows]
   const int32_t* begin = nullptr;           // [rows + 1]

@@ -6,9 +6,12 @@ namespace weir {
 
 // What one step did, and how things stand after it.
 struct StepReport {
-  double seconds = 0;              // of the step on the device, the host's part included
+  // From when it was asked for, or the step before it was done, to its answers: the sum over steps
+  // is the time in which anything was computed. The host's part is included.
+  double seconds = 0;
+  double waited = 0;               // of these, the engine's thread had nothing to do
   int32_t decode_rows = 0, prompt_rows = 0;
-  int32_t decode_tokens = 0, prompt_tokens = 0;
+  int32_t decode_tokens = 0, prompt_tokens = 0;  // in vain, too: its sequence had just ended
   int32_t drawn = 0;               // tokens drawn
   int32_t admitted = 0;            // sequences that took a slot
   int32_t finished = 0;            // sequences that gave one back

@@ -39,74 +39,75 @@ int32_t pages_per_row(const Limits& limits) {
   return int32_t(std::min<int64_t>(pages, limits.pages));
 }
 
-// What a step reads: rows, tokens and how to draw.
+// Where what a step reads lies: its rows, tokens, and how to draw. As small as the shape allows.
 struct Inputs {
-  Inputs(const Limits& limits) : pages(pages_per_row(limits)) {
-    const auto rows = size_t(limits.slots), tokens = size_t(limits.step_tokens);
-    ids = staging.reserve<Token>(tokens);
-    slot = staging.reserve<int32_t>(rows);
-    first = staging.reserve<int32_t>(rows);
-    begin = staging.reserve<int32_t>(rows + 1);
-    page_table = staging.reserve<int32_t>(rows * size_t(pages));
-    output_token = staging.reserve<int32_t>(tokens);
-    sampling = staging.reserve<Sampling>(tokens);
-    position = staging.reserve<int32_t>(tokens);
-    target = staging.reserve<Token>(tokens);
-    top = staging.reserve<int32_t>(tokens);
-    edit_begin = staging.reserve<int32_t>(tokens + 1);
+  Inputs(const StepShape& shape, int32_t pages) : pages(pages) {
+    const auto rows = size_t(shape.rows), tokens = size_t(shape.tokens);
+    const auto outputs = size_t(shape.outputs);
+    ids = layout.reserve<Token>(tokens);
+    slot = layout.reserve<int32_t>(rows);
+    first = layout.reserve<int32_t>(rows);
+    begin = layout.reserve<int32_t>(rows + 1);
+    page_table = layout.reserve<int32_t>(rows * size_t(pages));
+    output_token = layout.reserve<int32_t>(outputs);
+    sampling = layout.reserve<Sampling>(outputs);
+    position = layout.reserve<int32_t>(outputs);
+    target = layout.reserve<Token>(outputs);
+    top = layout.reserve<int32_t>(outputs);
+    counts = layout.reserve<int32_t>(outputs);
+    edit_begin = layout.reserve<int32_t>(outputs + 1);
   }
 
   int32_t pages = 0;  // page table entries a row
-  Staging staging;
-  Staging::Array<Token> ids, target;
-  Staging::Array<int32_t> slot, first, begin, page_table, output_token, position, top, edit_begin;
-  Staging::Array<Sampling> sampling;
+  Layout layout;
+  Layout::Array<Token> ids, target;
+  Layout::Array<int32_t> slot, first, begin, page_table, output_token, position, top, counts,
+      edit_begin;
+  Layout::Array<Sampling> sampling;
 };
 
-// What a step answers.
+// Where what a step answers lies. The tokens come first, in the same place for every shape: there
+// the next step finds them.
 struct Outputs {
-  Outputs(const Limits& limits) {
-    const auto outputs = size_t(limits.step_tokens);
-    token = staging.reserve<Token>(outputs);
-    logprob = staging.reserve<float>(outputs);
-    top_token = staging.reserve<Token>(outputs * Sample::kTop);
-    top_logprob = staging.reserve<float>(outputs * Sample::kTop);
+  explicit Outputs(int32_t count) {
+    const auto outputs = size_t(count);
+    token = layout.reserve<Token>(outputs);
+    logprob = layout.reserve<float>(outputs);
+    without_top = layout.bytes();
+    top_token = layout.reserve<Token>(outputs * Sample::kTop);
+    top_logprob = layout.reserve<float>(outputs * Sample::kTop);
   }
 
-  Staging staging;
-  Staging::Array<Token> token, top_token;
-  Staging::Array<float> logprob, top_logprob;
+  Layout layout;
+  size_t without_top = 0;  // bytes
+  Layout::Array<Token> token, top_token;
+  Layout::Array<float> logprob, top_logprob;
 };
 
-StepArrays device_arrays(const Inputs& in, const Outputs& out, const LogitEdit* edits) {
-  const Staging& s = in.staging;
-  return {.ids = s.device(in.ids),
-          .slot = s.device(in.slot),
-          .first = s.device(in.first),
-          .begin = s.device(in.begin),
-          .page_table = s.device(in.page_table),
-          .pages_per_row = in.pages,
-          .output_token = s.device(in.output_token),
-          .sample = {.sampling = s.device(in.sampling),
-                     .position = s.device(in.position),
-                     .target = s.device(in.target),
-                     .top = s.device(in.top),
-                     .edit_begin = s.device(in.edit_begin),
-                     .edits = edits,
-                     .token = out.staging.device(out.token),
-                     .logprob = out.staging.device(out.logprob),
-                     .top_token = out.staging.device(out.top_token),
-                     .top_logprob = out.staging.device(out.top_logprob)}};
+StepShape largest_step(const Limits& limits) {
+  return {limits.slots, limits.step_tokens, limits.step_tokens};
 }
+
+size_t input_bytes(const Limits& limits) {
+  return Inputs(largest_step(limits), pages_per_row(limits)).layout.bytes();
+}
+size_t answer_bytes(const Limits& limits) { return Outputs(limits.step_tokens).layout.bytes(); }
+size_t token_bytes(const Limits& limits) { return size_t(limits.step_tokens) * sizeof(Token); }
 
 int64_t workspace_floats(const ModelSpec& spec, const Limits& limits) {
   Workspace measure;
-  const StepShape largest{limits.slots, limits.step_tokens, limits.step_tokens};
-  lower(spec, weight_shapes(spec), nullptr, limits, {}, largest, measure);
+  lower(spec, weight_shapes(spec), nullptr, limits, {}, largest_step(limits), measure);
   return measure.peak();
 }
 
 }  // namespace
+
+// A step that has been begun.
+struct Begun {
+  const StepBatch* batch = nullptr;
+  int32_t outputs = 0;  // those of padding rows included
+  uint64_t mark = 0;
+};
 
 struct Runner::Impl {
   Impl(const Model& model, const StatePool& pool, const Limits& limits, Backend& backend)
@@ -115,10 +116,11 @@ struct Runner::Impl {
         limits(limits),
         backend(backend),
         kv_bytes_per_token(state_size(model.spec).kv_per_token),
-        in(limits),
-        out(limits) {
-    in.staging.allocate(backend);
-    out.staging.allocate(backend);
+        pages(pages_per_row(limits)),
+        in(input_bytes(limits), backend),
+        device_out(static_cast<std::byte*>(backend.allocate(answer_bytes(limits)))),
+        read(static_cast<Token*>(backend.allocate(token_bytes(limits)))) {
+    for (auto& host : host_out) host.resize(answer_bytes(limits));
     const size_t bytes = size_t(workspace_floats(model.spec, limits)) * sizeof(float);
     workspace = static_cast<float*>(backend.allocate(bytes));
     drawn.resize(size_t(limits.step_tokens));
@@ -135,40 +137,54 @@ struct Runner::Impl {
     programs.clear();
   }
 
-  void fill_rows(const StepBatch& batch);
-  void fill_outputs(const StepBatch& batch);
-  StepShape pad(const StepShape& shape);
-  void fill_padding(int32_t row);
-  void run(const StepShape& shape);
+  StepShape padded(const StepShape& shape) const;
+  void fill_rows(const StepBatch& batch, const Inputs& at);
+  void fill_outputs(const StepBatch& batch, const Inputs& at);
+  void fill_padding(int32_t row, const Inputs& at);
+  void run(const StepShape& shape, const Inputs& at);
   void warm_up();
   const Lowered& lowered(const StepShape& shape);
-  void read_drawn(const StepBatch& batch);
+  StepArrays device_arrays(const StepShape& shape) const;
+  void read_drawn(const StepBatch& batch, const Outputs& at, const std::byte* host);
 
   const Model& model;
   const StatePool& pool;
   const Limits limits;
   Backend& backend;
   const size_t kv_bytes_per_token;
-  Inputs in;
-  Outputs out;
+  const int32_t pages;        // page table entries a row
+  Staging in;
+  std::byte* device_out;      // answers, laid out as Outputs says
+  std::vector<std::byte> host_out[Scheduler::kStepsOut];  // in turn
+  Token* read;                // [step_tokens], on the device
   float* workspace = nullptr;
   std::vector<LogitEdit> edits;
   LogitEdit* device_edits = nullptr;
   size_t edits_capacity = 0;
   std::unordered_map<StepShape, Lowered, ShapeHash> programs;
-  Acts logits;                // of the last step
+  Acts logits;                // of the step begun last
   std::vector<Drawn> drawn;   // [step_tokens], reused
-  size_t bytes = 0;           // the last step's floor
+  size_t bytes = 0;           // the floor of the step begun last
+  Begun begun[Scheduler::kStepsOut];  // in turn
+  uint64_t steps_begun = 0, steps_finished = 0;
 };
 
-void Runner::Impl::fill_rows(const StepBatch& batch) {
+// A step of one token a row becomes one of few shapes where programs are remembered.
+StepShape Runner::Impl::padded(const StepShape& shape) const {
+  const bool decode = shape.rows == shape.tokens && shape.rows == shape.outputs;
+  if (shape.rows == 0 || !decode || !backend.remembers_programs()) return shape;
+  const int32_t rows = padded_rows(shape.rows, limits);
+  return {rows, rows, rows};
+}
+
+void Runner::Impl::fill_rows(const StepBatch& batch, const Inputs& at) {
   WEIR_CHECK(batch.rows.size() <= size_t(limits.slots));
   WEIR_CHECK(batch.tokens.size() <= size_t(limits.step_tokens));
-  std::ranges::copy(batch.tokens, in.staging.host(in.ids));
-  int32_t* slot = in.staging.host(in.slot);
-  int32_t* first = in.staging.host(in.first);
-  int32_t* begin = in.staging.host(in.begin);
-  int32_t* page_table = in.staging.host(in.page_table);
+  std::ranges::copy(batch.tokens, in.host(at.ids));
+  int32_t* slot = in.host(at.slot);
+  int32_t* first = in.host(at.first);
+  int32_t* begin = in.host(at.begin);
+  int32_t* page_table = in.host(at.page_table);
   bytes = 0;
   for (size_t r = 0; r < batch.rows.size(); ++r) {
     const Row& row = batch.rows[r];
@@ -176,54 +192,47 @@ void Runner::Impl::fill_rows(const StepBatch& batch) {
     first[r] = row.first;
     begin[r] = row.begin;
     begin[r + 1] = row.begin + row.count;
-    WEIR_CHECK(row.pages.size() <= size_t(in.pages));
-    std::ranges::copy(row.pages, page_table + r * size_t(in.pages));
+    WEIR_CHECK(row.pages.size() <= size_t(pages));
+    std::ranges::copy(row.pages, page_table + r * size_t(pages));
     bytes += size_t(row.first) * kv_bytes_per_token;
   }
 }
 
-void Runner::Impl::fill_outputs(const StepBatch& batch) {
+void Runner::Impl::fill_outputs(const StepBatch& batch, const Inputs& at) {
   edits.clear();
-  int32_t* edit_begin = in.staging.host(in.edit_begin);
+  int32_t* edit_begin = in.host(at.edit_begin);
   edit_begin[0] = 0;
   for (size_t i = 0; i < batch.outputs.size(); ++i) {
     const Output& output = batch.outputs[i];
-    in.staging.host(in.output_token)[i] = output.token;
-    in.staging.host(in.sampling)[i] = output.sampling;
-    in.staging.host(in.position)[i] = output.position;
-    in.staging.host(in.target)[i] = output.target;
-    in.staging.host(in.top)[i] = output.top;
+    in.host(at.output_token)[i] = output.token;
+    in.host(at.sampling)[i] = output.sampling;
+    in.host(at.position)[i] = output.position;
+    in.host(at.target)[i] = output.target;
+    in.host(at.top)[i] = output.top;
+    in.host(at.counts)[i] = output.counts_last ? output.token : -1;
     edits.insert(edits.end(), output.edits.begin(), output.edits.end());
     edit_begin[i + 1] = int32_t(edits.size());
   }
   reserve_edits(edits.size());
 }
 
-// A step of one token a row becomes one of few shapes where programs are remembered.
-StepShape Runner::Impl::pad(const StepShape& shape) {
-  const bool decode = shape.rows == shape.tokens && shape.rows == shape.outputs;
-  if (shape.rows == 0 || !decode || !backend.remembers_programs()) return shape;
-  const int32_t rows = padded_rows(shape.rows, limits);
-  for (int32_t r = shape.rows; r < rows; ++r) fill_padding(r);
-  return {rows, rows, rows};
-}
-
 // A row of one token that touches nothing, and whose answer nobody reads.
-void Runner::Impl::fill_padding(int32_t row) {
-  in.staging.host(in.ids)[row] = 0;
-  in.staging.host(in.slot)[row] = kPadding;
-  in.staging.host(in.first)[row] = 1;
-  in.staging.host(in.begin)[row + 1] = row + 1;
-  in.staging.host(in.output_token)[row] = row;
-  in.staging.host(in.sampling)[row] = {.temperature = 0};
-  in.staging.host(in.position)[row] = 1;
-  in.staging.host(in.target)[row] = -1;
-  in.staging.host(in.top)[row] = 0;
-  in.staging.host(in.edit_begin)[row + 1] = int32_t(edits.size());
+void Runner::Impl::fill_padding(int32_t row, const Inputs& at) {
+  in.host(at.ids)[row] = 0;
+  in.host(at.slot)[row] = kPadding;
+  in.host(at.first)[row] = 1;
+  in.host(at.begin)[row + 1] = row + 1;
+  in.host(at.output_token)[row] = row;
+  in.host(at.sampling)[row] = {.temperature = 0};
+  in.host(at.position)[row] = 1;
+  in.host(at.target)[row] = -1;
+  in.host(at.top)[row] = 0;
+  in.host(at.counts)[row] = -1;
+  in.host(at.edit_begin)[row + 1] = int32_t(edits.size());
 }
 
-void Runner::Impl::run(const StepShape& shape) {
-  in.staging.upload(backend);
+void Runner::Impl::run(const StepShape& shape, const Inputs& at) {
+  in.upload(at.layout.bytes(), backend);
   if (!edits.empty()) {
     backend.upload(device_edits, edits.data(), edits.size() * sizeof(LogitEdit));
   }
@@ -237,13 +246,15 @@ void Runner::Impl::run(const StepShape& shape) {
 
 // Every padded shape, twice: from the second run on the backend remembers it.
 void Runner::Impl::warm_up() {
-  in.staging.host(in.begin)[0] = 0;
-  in.staging.host(in.edit_begin)[0] = 0;
   const int32_t most = std::min(limits.slots, limits.step_tokens);
-  for (int32_t rows = 1, filled = 0; rows <= most; ++rows) {
+  for (int32_t rows = 1; rows <= most; ++rows) {
     rows = padded_rows(rows, limits);
-    for (; filled < rows; ++filled) fill_padding(filled);
-    for (int times = 0; times < 2; ++times) run({rows, rows, rows});
+    const StepShape shape{rows, rows, rows};
+    const Inputs at(shape, pages);
+    in.host(at.begin)[0] = 0;
+    in.host(at.edit_begin)[0] = 0;
+    for (int32_t row = 0; row < rows; ++row) fill_padding(row, at);
+    for (int times = 0; times < 2; ++times) run(shape, at);
     backend.finish();
   }
 }
@@ -252,26 +263,55 @@ const Lowered& Runner::Impl::lowered(const StepShape& shape) {
   if (const auto found = programs.find(shape); found != programs.end()) return found->second;
   if (programs.size() >= kProgramsKept) programs.clear();
   Workspace space(workspace);
-  const StepArrays arrays = device_arrays(in, out, device_edits);
+  const StepArrays arrays = device_arrays(shape);
   Lowered made;
   made.program = lower(model.spec, model.weights, &pool, limits, arrays, shape, space);
   made.bytes = cost(made.program).bytes;
   return programs.emplace(shape, std::move(made)).first->second;
 }
 
-void Runner::Impl::read_drawn(const StepBatch& batch) {
-  if (batch.outputs.empty()) return;
-  out.staging.download(backend);
-  backend.finish();
-  const Token* token = out.staging.host(out.token);
-  const float* logprob = out.staging.host(out.logprob);
+StepArrays Runner::Impl::device_arrays(const StepShape& shape) const {
+  const Inputs at(shape, pages);
+  const Outputs to(shape.outputs);
+  const auto out = [this]<typename T>(Layout::Array<T> array) {
+    return reinterpret_cast<T*>(device_out + array.offset);
+  };
+  return {.ids = in.device(at.ids),
+          .drawn = out(to.token),
+          .read = read,
+          .slot = in.device(at.slot),
+          .first = in.device(at.first),
+          .begin = in.device(at.begin),
+          .page_table = in.device(at.page_table),
+          .pages_per_row = pages,
+          .output_token = in.device(at.output_token),
+          .sample = {.sampling = in.device(at.sampling),
+                     .position = in.device(at.position),
+                     .target = in.device(at.target),
+                     .top = in.device(at.top),
+                     .edit_begin = in.device(at.edit_begin),
+                     .edits = device_edits,
+                     .read = read,
+                     .counts = in.device(at.counts),
+                     .token = out(to.token),
+                     .logprob = out(to.logprob),
+                     .top_token = out(to.top_token),
+                     .top_logprob = out(to.top_logprob)}};
+}
+
+void Runner::Impl::read_drawn(const StepBatch& batch, const Outputs& at, const std::byte* host) {
+  const auto in_host = [host]<typename T>(Layout::Array<T> array) {
+    return reinterpret_cast<const T*>(host + array.offset);
+  };
+  const Token* token = in_host(at.token);
+  const float* logprob = in_host(at.logprob);
   for (size_t i = 0; i < batch.outputs.size(); ++i) {
     Drawn& answer = drawn[i];
     answer.token = token[i];
     answer.logprob = logprob[i];
     answer.top.clear();
-    const Token* top_token = out.staging.host(out.top_token) + i * Sample::kTop;
-    const float* top_logprob = out.staging.host(out.top_logprob) + i * Sample::kTop;
+    const Token* top_token = in_host(at.top_token) + i * Sample::kTop;
+    const float* top_logprob = in_host(at.top_logprob) + i * Sample::kTop;
     for (int32_t j = 0; j < batch.outputs[i].top; ++j) {
       if (top_token[j] >= 0) answer.top.push_back({top_token[j], top_logprob[j]});
     }
@@ -283,15 +323,42 @@ Runner::Runner(const Model& model, const StatePool& pool, const Limits& limits, 
 
 Runner::~Runner() = default;
 
-std::span<const Drawn> Runner::step(const StepBatch& batch) {
+size_t Runner::steps_out() const {
+  return impl_->backend.runs_ahead() ? Scheduler::kStepsOut : 1;
+}
+
+void Runner::begin(const StepBatch& batch) {
   Impl& self = *impl_;
-  self.fill_rows(batch);
-  self.fill_outputs(batch);
-  self.run(self.pad({int32_t(batch.rows.size()), int32_t(batch.tokens.size()),
-                     int32_t(batch.outputs.size())}));
-  self.read_drawn(batch);
-  self.backend.finish();
-  return {self.drawn.data(), batch.outputs.size()};
+  WEIR_CHECK(self.steps_begun - self.steps_finished < steps_out());
+  const StepShape shape{int32_t(batch.rows.size()), int32_t(batch.tokens.size()),
+                        int32_t(batch.outputs.size())};
+  const StepShape padded = self.padded(shape);
+  const Inputs at(padded, self.pages);
+  self.fill_rows(batch, at);
+  self.fill_outputs(batch, at);
+  for (int32_t row = shape.rows; row < padded.rows; ++row) self.fill_padding(row, at);
+  self.run(padded, at);
+
+  const size_t turn = self.steps_begun++ % Scheduler::kStepsOut;
+  Begun& step = self.begun[turn];
+  step = {.batch = &batch, .outputs = padded.outputs};
+  if (!batch.outputs.empty()) {
+    const Outputs to(padded.outputs);
+    const bool alternatives = std::ranges::any_of(batch.outputs, &Output::top);
+    self.backend.download(self.host_out[turn].data(), self.device_out,
+                          alternatives ? to.layout.bytes() : to.without_top);
+  }
+  step.mark = self.backend.mark();
+}
+
+std::span<const Drawn> Runner::finish() {
+  Impl& self = *impl_;
+  WEIR_CHECK(self.steps_finished < self.steps_begun);
+  const size_t turn = self.steps_finished++ % Scheduler::kStepsOut;
+  const Begun& step = self.begun[turn];
+  self.backend.await(step.mark);
+  self.read_drawn(*step.batch, Outputs(step.outputs), self.host_out[turn].data());
+  return {self.drawn.data(), step.batch->outputs.size()};
 }
 
 size_t Runner::step_bytes() const { return impl_->bytes; }
@@ -304,8 +371,8 @@ std::vector<float> Runner::logits(int32_t output) const {
 }
 
 size_t Runner::workspace_bytes(const ModelSpec& spec, const Limits& limits) {
-  return size_t(workspace_floats(spec, limits)) * sizeof(float) + Inputs(limits).staging.bytes() +
-         Outputs(limits).staging.bytes();
+  return size_t(workspace_floats(spec, limits)) * sizeof(float) +
+         input_bytes(limits) + answer_bytes(limits) + token_bytes(limits);
 }
 
 }  // namespace weir

@@ -13,17 +13,24 @@ struct Scheduler::Sequence {
   Request request;                 // its prompt has moved into `tokens`
   std::vector<Token> tokens;       // prompt, then what was drawn
   int32_t prompt_tokens = 0;
-  int32_t done = 0;                // tokens that the state has read
+  int32_t pending = 0;             // draws that are out
+  size_t last_draw = 0;            // the latest one's place among its step's outputs
+  int32_t rows_out = 0;            // in steps that are out
+  int32_t read = 0;                // tokens that the state has read, those of rows out included
   int64_t pages_needed = 0;
   Slot slot = -1;                  // taken at admission, as are the pages
   Nanoseconds started_at = kNever; // the moment of admission
   std::vector<int32_t> pages;
   LogitEdits edits;
-  std::optional<Finish> finish;    // once set, it moves no more and goes at the next commit
-  bool last_emitted = false;
+  std::optional<Finish> finish;    // once set, it gets no more rows and is told at the next commit
+  bool told = false;               // its last emission is out
 
-  int32_t unread() const { return int32_t(tokens.size()) - done; }
-  int32_t drawn() const { return int32_t(tokens.size()) - prompt_tokens; }
+  int32_t known() const { return int32_t(tokens.size()); }
+  int32_t unread() const { return known() + pending - read; }
+  int32_t drawn() const { return known() - prompt_tokens; }
+  int32_t asked() const { return drawn() + pending; }
+  // The last token to be drawn is never read.
+  bool moves() const { return !finish && asked() < request.new_tokens; }
   bool stops_at(Token token) const {
     return std::ranges::find(request.stop, token) != request.stop.end();
   }
@@ -39,9 +46,11 @@ Scheduler::Scheduler(const Limits& limits) : limits_(limits) {
   for (Slot slot = limits.slots; slot-- > 0;) free_slots_.push_back(slot);
   for (int32_t page = limits.pages; page-- > 0;) free_pages_.push_back(page);
   running_.reserve(size_t(limits.slots));
-  batch_.rows.reserve(size_t(limits.slots));
-  batch_.tokens.reserve(size_t(limits.step_tokens));
-  batch_.outputs.reserve(size_t(limits.step_tokens));
+  for (StepBatch& batch : batches_) {
+    batch.rows.reserve(size_t(limits.slots));
+    batch.tokens.reserve(size_t(limits.step_tokens));
+    batch.outputs.reserve(size_t(limits.step_tokens));
+  }
 }
 
 Scheduler::~Scheduler() = default;
@@ -50,7 +59,7 @@ Admission Scheduler::submit(SequenceId id, Request request) {
   const Admission admission = check(request, limits_);
   if (admission != Admission::Accepted) return admission;
   const int64_t live_max = int64_t(limits_.slots) + limits_.queued;
-  if (int64_t(sequences_.size()) >= live_max) return Admission::QueueFull;
+  if (int64_t(sequences_.size()) - told_ >= live_max) return Admission::QueueFull;
 
   auto sequence = std::make_unique<Sequence>();
   sequence->id = id;
@@ -76,55 +85,67 @@ void Scheduler::cancel(SequenceId id) {
 }
 
 const StepBatch& Scheduler::next(Nanoseconds now) {
-  WEIR_CHECK(!in_step_);
-  in_step_ = true;
+  WEIR_CHECK(out_ < kStepsOut);
+  StepBatch& batch = batches_[(oldest_ + out_++) % kStepsOut];
   expire(now);
   admit(now);
-  clear_batch();
+  clear(batch);
   // Decode rows first: a long prompt may slow its own start, never another's next token.
   for (Sequence* sequence : running_) {
-    if (!sequence->finish && sequence->unread() == 1) add_row(*sequence, 1);
+    if (sequence->moves() && sequence->unread() == 1) add_row(*sequence, 1, batch);
   }
   for (Sequence* sequence : running_) {
-    const int32_t room = limits_.step_tokens - int32_t(batch_.tokens.size());
+    const int32_t room = limits_.step_tokens - int32_t(batch.tokens.size());
     const int32_t count = std::min({sequence->unread(), limits_.chunk_tokens, room});
-    if (!sequence->finish && sequence->unread() > 1 && count > 0) add_row(*sequence, count);
+    if (sequence->moves() && sequence->unread() > 1 && count > 0) add_row(*sequence, count, batch);
   }
-  return batch_;
+  return batch;
 }
 
 void Scheduler::commit(std::span<const Drawn> drawn, std::vector<Emission>& out) {
-  WEIR_CHECK(in_step_);
-  WEIR_CHECK(drawn.size() == batch_.outputs.size());
-  in_step_ = false;
+  WEIR_CHECK(out_ > 0);
+  const StepBatch& batch = batches_[oldest_];
+  WEIR_CHECK(drawn.size() == batch.outputs.size());
+  oldest_ = (oldest_ + 1) % kStepsOut;
+  --out_;
   size_t output = 0;
-  for (const Row& row : batch_.rows) {
+  for (const Row& row : batch.rows) {
     Sequence& sequence = *sequences_.at(row.id);
-    sequence.done += row.count;
+    --sequence.rows_out;
     Emission emission{.id = row.id, .started = true, .started_at = sequence.started_at};
-    for (; output < drawn.size() && batch_.outputs[output].id == row.id; ++output) {
-      if (!sequence.finish) take(sequence, output, drawn, emission);
+    for (; output < drawn.size() && batch.outputs[output].id == row.id; ++output) {
+      const Output& asked = batch.outputs[output];
+      if (asked.target < 0) --sequence.pending;
+      if (!sequence.finish) take(sequence, asked, drawn[output], emission);
     }
+    if (sequence.told) continue;  // the row was in vain
     // What was cancelled during the step says nothing but its end.
     emission.finish = sequence.finish;
     if (!emission.token && emission.prompt.empty() && !emission.finish) continue;
-    sequence.last_emitted = emission.finish.has_value();
+    sequence.told = emission.finish.has_value();
     out.push_back(std::move(emission));
   }
   WEIR_CHECK(output == drawn.size());
+  retire(out);
+}
 
-  const auto retire = [&](Sequence* sequence) {
+// Tells the ends that no row has told, and lets go of what no step that is out can touch.
+void Scheduler::retire(std::vector<Emission>& out) {
+  const auto leaves = [&](Sequence* sequence) {
     if (!sequence->finish) return false;
-    if (!sequence->last_emitted) {
+    if (!sequence->told) {
       out.push_back({.id = sequence->id, .finish = sequence->finish,
                      .started = sequence->slot >= 0, .started_at = sequence->started_at});
+      sequence->told = true;
     }
+    if (sequence->rows_out > 0) return false;
     release(*sequence);
     sequences_.erase(sequence->id);
     return true;
   };
-  std::erase_if(running_, retire);
-  std::erase_if(waiting_, retire);
+  std::erase_if(running_, leaves);
+  std::erase_if(waiting_, leaves);
+  told_ = int32_t(std::ranges::count_if(running_, &Sequence::told));
 }
 
 void Scheduler::expire(Nanoseconds now) {
@@ -160,60 +181,68 @@ void Scheduler::admit(Nanoseconds now) {
   }
 }
 
-void Scheduler::clear_batch() {
-  for (Output& output : batch_.outputs) {
+void Scheduler::clear(StepBatch& batch) {
+  for (Output& output : batch.outputs) {
     if (output.edits.capacity() > 0) spare_edits_.push_back(std::move(output.edits));
   }
-  batch_.rows.clear();
-  batch_.tokens.clear();
-  batch_.outputs.clear();
+  batch.rows.clear();
+  batch.tokens.clear();
+  batch.outputs.clear();
 }
 
-void Scheduler::add_row(Sequence& sequence, int32_t count) {
-  const auto begin = int32_t(batch_.tokens.size());
-  const int32_t first = sequence.done, end = first + count;
-  batch_.rows.push_back({.id = sequence.id,
-                         .slot = sequence.slot,
-                         .first = first,
-                         .count = count,
-                         .begin = begin,
-                         .pages = sequence.pages});
+void Scheduler::add_row(Sequence& sequence, int32_t count, StepBatch& batch) {
+  const Row row{.id = sequence.id,
+                .slot = sequence.slot,
+                .first = sequence.read,
+                .count = count,
+                .begin = int32_t(batch.tokens.size()),
+                .pages = sequence.pages};
+  const int32_t end = row.first + count;
+  batch.rows.push_back(row);
   const auto tokens = sequence.tokens.begin();
-  batch_.tokens.insert(batch_.tokens.end(), tokens + first, tokens + end);
-  if (sequence.request.prompt_logprobs) {
-    const int32_t scored_end = std::min(end + 1, sequence.prompt_tokens);
-    for (int32_t position = first + 1; position < scored_end; ++position) {
-      batch_.outputs.push_back({.id = sequence.id,
-                                .token = begin + position - 1 - first,
-                                .position = position,
-                                .target = sequence.tokens[size_t(position)],
-                                .top = sequence.request.top_logprobs});
-    }
-  }
-  if (count == sequence.unread()) add_draw(sequence, begin + count - 1);
+  const int32_t known = std::min(end, sequence.known());
+  batch.tokens.insert(batch.tokens.end(), tokens + row.first, tokens + known);
+  if (known < end) batch.tokens.push_back(drawn_for(sequence.last_draw));
+  if (sequence.request.prompt_logprobs) add_scores(sequence, row, batch);
+  if (count == sequence.unread()) add_draw(sequence, row.begin + count - 1, batch);
+  sequence.read = end;
+  ++sequence.rows_out;
 }
 
-void Scheduler::add_draw(const Sequence& sequence, int32_t token) {
+// The row's tokens of the prompt each score the one after.
+void Scheduler::add_scores(const Sequence& sequence, const Row& row, StepBatch& batch) {
+  const int32_t end = std::min(row.first + row.count + 1, sequence.prompt_tokens);
+  for (int32_t position = row.first + 1; position < end; ++position) {
+    batch.outputs.push_back({.id = sequence.id,
+                             .token = row.begin + position - 1 - row.first,
+                             .position = position,
+                             .target = sequence.tokens[size_t(position)],
+                             .top = sequence.request.top_logprobs});
+  }
+}
+
+void Scheduler::add_draw(Sequence& sequence, int32_t token, StepBatch& batch) {
   const Request& request = sequence.request;
   Output output{.id = sequence.id,
                 .token = token,
-                .position = int32_t(sequence.tokens.size()),
+                .position = sequence.known() + sequence.pending,
                 .top = request.top_logprobs,
-                .sampling = request.sampling};
+                .sampling = request.sampling,
+                .counts_last = sequence.pending > 0 && sequence.edits.penalise()};
   if (!spare_edits_.empty()) {
     output.edits = std::move(spare_edits_.back());
     spare_edits_.pop_back();
   }
   std::span<const Token> forbidden;
-  if (sequence.drawn() < request.min_tokens) forbidden = request.stop;
+  if (sequence.asked() < request.min_tokens) forbidden = request.stop;
   sequence.edits.list(forbidden, output.edits);
-  batch_.outputs.push_back(std::move(output));
+  sequence.last_draw = batch.outputs.size();
+  ++sequence.pending;
+  batch.outputs.push_back(std::move(output));
 }
 
-void Scheduler::take(Sequence& sequence, size_t output, std::span<const Drawn> drawn,
+void Scheduler::take(Sequence& sequence, const Output& asked, const Drawn& answer,
                      Emission& emission) {
-  const Output& asked = batch_.outputs[output];
-  const Drawn& answer = drawn[output];
   const Request& request = sequence.request;
   if (answer.token < 0) {
     sequence.finish = Finish::Error;
@@ -247,13 +276,18 @@ void Scheduler::release(Sequence& sequence) {
 void Scheduler::check_invariants() const {
   std::vector<int32_t> slot_owners(size_t(limits_.slots), 0);
   std::vector<int32_t> page_owners(size_t(limits_.pages), 0);
+  std::unordered_map<SequenceId, int32_t> rows_out;
+  for (size_t i = 0; i < out_; ++i) {
+    for (const Row& row : batches_[(oldest_ + i) % kStepsOut].rows) ++rows_out[row.id];
+  }
   for (const Slot slot : free_slots_) ++slot_owners.at(size_t(slot));
   for (const int32_t page : free_pages_) ++page_owners.at(size_t(page));
   for (const Sequence* sequence : running_) {
     ++slot_owners.at(size_t(sequence->slot));
     for (const int32_t page : sequence->pages) ++page_owners.at(size_t(page));
     WEIR_CHECK(int64_t(sequence->pages.size()) == sequence->pages_needed);
-    WEIR_CHECK(sequence->unread() >= 1);
+    WEIR_CHECK(sequence->rows_out == rows_out[sequence->id]);
+    WEIR_CHECK(sequence->told ? sequence->rows_out > 0 : sequence->unread() >= 1);
   }
   for (const int32_t owners : slot_owners) WEIR_CHECK(owners == 1);
   for (const int32_t owners : page_owners) WEIR_CHECK(owners == 1);

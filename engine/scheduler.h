@@ -1,4 +1,5 @@
 #pragma once
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -30,11 +31,15 @@ struct Output {
   int32_t top = 0;                // alternatives wanted
   Sampling sampling;
   std::vector<LogitEdit> edits;
+  bool counts_last = false;       // the edits do not know `token` yet: it counts as generated
 };
+
+// A token that nobody on the host knows yet: what the step before draws for this output of its.
+constexpr Token drawn_for(size_t output) { return ~Token(output); }
 
 struct StepBatch {
   std::vector<Row> rows;          // decode rows first, then prompt chunks
-  std::vector<Token> tokens;      // the rows' tokens, end to end
+  std::vector<Token> tokens;      // the rows' tokens, end to end; below 0: drawn_for() an output
   std::vector<Output> outputs;    // in the order of tokens
   bool empty() const { return rows.empty(); }
 };
@@ -54,8 +59,16 @@ struct Drawn {
 // with more is a chunk of prompt: there are no modes. Every running sequence that decodes moves in
 // every step; prompts share what is left of step_tokens, at most chunk_tokens each, in order of
 // admission.
+//
+// A step may be handed out before the one before it is committed, so that a device need not wait
+// for its host. A row that decodes then reads a token that is not known yet. Should its sequence
+// turn out to have ended, the row was in vain: its answer is dropped, and the sequence, told its
+// end already, keeps slot and pages until that step is committed too. Ends by length are known
+// beforehand and waste nothing.
 class Scheduler {
  public:
+  static constexpr size_t kStepsOut = 2;  // steps handed out and not committed, at most
+
   explicit Scheduler(const Limits& limits);
   ~Scheduler();
 
@@ -64,14 +77,15 @@ class Scheduler {
   void cancel(SequenceId id);                        // unknown ids are late cancels, and fine
 
   // The next step; empty when there is nothing to compute (cancelled and expired sequences are
-  // still ended by the commit). Each next() is followed by one commit().
+  // still ended by the commit). For each next() there is one commit(), in the same order; what
+  // next() returned stays as it is until then.
   const StepBatch& next(Nanoseconds now);
-  // `drawn` answers next()'s outputs one for one.
+  // `drawn` answers the outputs of the oldest step that is out, one for one.
   void commit(std::span<const Drawn> drawn, std::vector<Emission>& out);
 
   bool idle() const { return sequences_.empty(); }
   int32_t waiting() const { return int32_t(waiting_.size()); }
-  int32_t running() const { return int32_t(running_.size()); }
+  int32_t running() const { return int32_t(running_.size()); }  // that hold a slot
   int32_t free_slots() const { return int32_t(free_slots_.size()); }
   int32_t free_pages() const { return int32_t(free_pages_.size()); }
   void check_invariants() const;
@@ -81,21 +95,24 @@ class Scheduler {
 
   void expire(Nanoseconds now);
   void admit(Nanoseconds now);
-  void clear_batch();
-  void add_row(Sequence& sequence, int32_t count);
-  void add_draw(const Sequence& sequence, int32_t token);
-  void take(Sequence& sequence, size_t output, std::span<const Drawn> drawn, Emission& emission);
+  void clear(StepBatch& batch);
+  void add_row(Sequence& sequence, int32_t count, StepBatch& batch);
+  void add_scores(const Sequence& sequence, const Row& row, StepBatch& batch);
+  void add_draw(Sequence& sequence, int32_t token, StepBatch& batch);
+  void take(Sequence& sequence, const Output& asked, const Drawn& answer, Emission& emission);
+  void retire(std::vector<Emission>& out);
   void release(Sequence& sequence);
 
   const Limits limits_;
   std::unordered_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
   std::deque<Sequence*> waiting_;    // by priority, then arrival
-  std::vector<Sequence*> running_;   // in order of admission
+  std::vector<Sequence*> running_;   // in order of admission; also those told, with a row out
+  int32_t told_ = 0;                 // of them
   std::vector<Slot> free_slots_;
   std::vector<int32_t> free_pages_;
-  StepBatch batch_;
+  std::array<StepBatch, kStepsOut> batches_;  // in turn
+  size_t oldest_ = 0, out_ = 0;      // the oldest that is out, and how many are
   std::vector<std::vector<LogitEdit>> spare_edits_;  // of earlier outputs, for their memory
-  bool in_step_ = false;
 };
 
 }  // namespace weir

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -37,6 +38,12 @@ class Backend {
   // those are run at start-up.
   virtual bool remembers_programs() const { return false; }
   virtual void finish() = 0;                     // returns when everything asked for is done
+  // Whether run() returns before its work is done: then it pays to ask for a step before the
+  // answers of the last are read. mark() names all that has been asked for so far, and await(mark)
+  // returns when that is done, whatever was asked for since. Two marks may be waited for at a time.
+  virtual bool runs_ahead() const { return false; }
+  virtual uint64_t mark() { return 0; }
+  virtual void await(uint64_t) { finish(); }
 };
 
 struct CpuOptions {

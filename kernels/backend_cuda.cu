@@ -13,7 +13,7 @@ namespace weir {
 namespace {
 
 constexpr size_t kAlign = 256;
-constexpr size_t kPinnedBytes = size_t(16) << 20;  // each way
+constexpr size_t kPinnedBytes = size_t(8) << 20;  // each way, of each lane
 constexpr size_t kGraphsKept = 256;
 
 void* device_memory(size_t bytes) {
@@ -52,7 +52,7 @@ class Arena {
   size_t at_ = 0, size_ = 0, next_ = size_t(4) << 20;
 };
 
-// Page-locked host memory that copies of one step pass through.
+// Page-locked host memory that copies pass through.
 class Pinned {
  public:
   Pinned() { WEIR_CUDA_CHECK(cudaMallocHost(&data_, kPinnedBytes)); }
@@ -68,6 +68,29 @@ class Pinned {
  private:
   void* data_ = nullptr;
   size_t at_ = 0;
+};
+
+// The copies between one mark and the next. Two lanes take turns: while the device works on what
+// one holds, the other is filled.
+struct Lane {
+  struct Pending {
+    void* host;
+    const void* pinned;
+    size_t bytes;
+  };
+  Pinned up, down;
+  std::vector<Pending> pending;  // downloads whose data wait in `down`
+  cudaEvent_t done = nullptr;
+  uint64_t mark = 0;             // 0: none that is still to be waited for
+
+  // All of it is done: hands over what was downloaded.
+  void clear() {
+    for (const Pending& item : pending) std::memcpy(item.host, item.pinned, item.bytes);
+    pending.clear();
+    up.clear();
+    down.clear();
+    mark = 0;
+  }
 };
 
 // A program that has run before, byte for byte, and its graph from the second run on.
@@ -91,24 +114,24 @@ class CudaBackend final : public Backend {
   void run(const Program& program) override;
   bool remembers_programs() const override { return true; }
   void finish() override;
+  bool runs_ahead() const override { return true; }
+  uint64_t mark() override;
+  void await(uint64_t mark) override;
 
  private:
-  struct Pending {
-    void* host;
-    const void* pinned;
-    size_t bytes;
-  };
   // Start-up and steps may be of different threads, and a thread has a device.
   void use() const { WEIR_CUDA_CHECK(cudaSetDevice(device_)); }
   void enqueue(const Program& program);
   Recorded& recorded(const Program& program, bool& known);
+  void forget(cudaGraphExec_t graph);
+  Lane& lane();  // that is being filled
 
   const int device_;
   cudaDeviceProp properties_{};
   cuda::Context context_;
   std::unique_ptr<cuda::MatrixProducts> products_;
-  Pinned up_, down_;
-  std::vector<Pending> pending_;
+  Lane lanes_[2];
+  uint64_t marks_ = 0;
   // Short vectors apart: the matrices of a layer's projection stay next to each other.
   Arena matrices_, vectors_;
   std::map<std::pair<const void*, size_t>, const void*> adopted_;
@@ -121,6 +144,9 @@ class CudaBackend final : public Backend {
 CudaBackend::CudaBackend(int device, const CudaOptions& options) : device_(device) {
   WEIR_CUDA_CHECK(cudaGetDeviceProperties(&properties_, device));
   WEIR_CUDA_CHECK(cudaStreamCreateWithFlags(&context_.stream, cudaStreamNonBlocking));
+  for (Lane& lane : lanes_) {
+    WEIR_CUDA_CHECK(cudaEventCreateWithFlags(&lane.done, cudaEventDisableTiming));
+  }
   context_.multiprocessors = properties_.multiProcessorCount;
   context_.compute = properties_.major * 10 + properties_.minor;
   context_.scratch = device_memory(cuda::Context::kScratchBytes);
@@ -138,6 +164,7 @@ CudaBackend::~CudaBackend() {
   }
   for (void* block : allocated_) cudaFree(block);
   cudaFree(context_.scratch);
+  for (Lane& lane : lanes_) cudaEventDestroy(lane.done);
   cudaStreamDestroy(context_.stream);
 }
 
@@ -173,8 +200,9 @@ void CudaBackend::upload(void* device, const void* host, size_t bytes) {
   use();
   const bool staged = bytes <= kPinnedBytes;
   if (staged) {
-    if (!up_.fits(bytes)) finish();
-    void* pinned = up_.take(bytes);
+    Lane& lane = this->lane();
+    if (!lane.up.fits(bytes)) finish();
+    void* pinned = lane.up.take(bytes);
     std::memcpy(pinned, host, bytes);
     host = pinned;
   }
@@ -187,9 +215,10 @@ void CudaBackend::download(void* host, const void* device, size_t bytes) {
   use();
   void* target = host;
   if (bytes <= kPinnedBytes) {
-    if (!down_.fits(bytes)) finish();
-    target = down_.take(bytes);
-    pending_.push_back({host, target, bytes});
+    Lane& lane = this->lane();
+    if (!lane.down.fits(bytes)) finish();
+    target = lane.down.take(bytes);
+    lane.pending.push_back({host, target, bytes});
   }
   WEIR_CUDA_CHECK(
       cudaMemcpyAsync(target, device, bytes, cudaMemcpyDeviceToHost, context_.stream));
@@ -258,8 +287,7 @@ Recorded& CudaBackend::recorded(const Program& program, bool& known) {
   Recorded& entry = place->second;
   known = !fresh && std::memcmp(entry.ops.data(), program.data(), program.size() * sizeof(Op)) == 0;
   if (!known) {
-    if (entry.graph != nullptr) WEIR_CUDA_CHECK(cudaGraphExecDestroy(entry.graph));
-    entry.graph = nullptr;
+    forget(std::exchange(entry.graph, nullptr));
     entry.ops.resize(program.size());
     std::memcpy(static_cast<void*>(entry.ops.data()), program.data(), program.size() * sizeof(Op));
   }
@@ -267,11 +295,17 @@ Recorded& CudaBackend::recorded(const Program& program, bool& known) {
   if (recorded_.size() > kGraphsKept) {
     const auto oldest = std::ranges::min_element(
         recorded_, {}, [](const auto& item) { return item.second.used; });
-    cudaGraphExec_t graph = oldest->second.graph;
-    if (graph != nullptr) WEIR_CUDA_CHECK(cudaGraphExecDestroy(graph));
+    forget(oldest->second.graph);
     recorded_.erase(oldest);
   }
   return entry;
+}
+
+// It may still run.
+void CudaBackend::forget(cudaGraphExec_t graph) {
+  if (graph == nullptr) return;
+  WEIR_CUDA_CHECK(cudaStreamSynchronize(context_.stream));
+  WEIR_CUDA_CHECK(cudaGraphExecDestroy(graph));
 }
 
 void CudaBackend::run(const Program& program) {
@@ -294,10 +328,32 @@ void CudaBackend::run(const Program& program) {
 void CudaBackend::finish() {
   use();
   WEIR_CUDA_CHECK(cudaStreamSynchronize(context_.stream));
-  for (const Pending& item : pending_) std::memcpy(item.host, item.pinned, item.bytes);
-  pending_.clear();
-  up_.clear();
-  down_.clear();
+  lanes_[(marks_ + 1) % 2].clear();  // the older one first
+  lanes_[marks_ % 2].clear();
+}
+
+// Mark m closed the lane that m - 1 marks had chosen; its turn comes again with what follows m + 1.
+Lane& CudaBackend::lane() {
+  Lane& lane = lanes_[marks_ % 2];
+  if (lane.mark != 0) await(lane.mark);
+  return lane;
+}
+
+uint64_t CudaBackend::mark() {
+  use();
+  Lane& filled = lane();
+  WEIR_CUDA_CHECK(cudaEventRecord(filled.done, context_.stream));
+  return filled.mark = ++marks_;
+}
+
+void CudaBackend::await(uint64_t mark) {
+  use();
+  for (const uint64_t one : {mark - 1, mark}) {
+    Lane& lane = lanes_[(one + 1) % 2];
+    if (one == 0 || lane.mark != one) continue;  // it is done
+    WEIR_CUDA_CHECK(cudaEventSynchronize(lane.done));
+    lane.clear();
+  }
 }
 
 }  // namespace

@@ -12,7 +12,10 @@ __global__ __launch_bounds__(kThreads) void embed_kernel(const __grid_constant__
   wait_for_predecessor();
   let_successor_start();
   const int token = blockIdx.x;
-  const int64_t dim = op.table.cols, row = int64_t(op.ids[token]) * dim;
+  const Token given = op.ids[token];
+  const Token id = given >= 0 ? given : max(op.drawn[~given], 0);
+  if (op.read != nullptr && threadIdx.x == 0) op.read[token] = id;
+  const int64_t dim = op.table.cols, row = int64_t(id) * dim;
   float* out = at(op.out, token);
   for (int i = threadIdx.x; i < dim; i += kThreads) {
     switch (op.table.dtype) {

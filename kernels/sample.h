@@ -41,6 +41,9 @@ struct Sample {
   const int32_t* top = nullptr;            // [count] alternatives wanted, 0..kTop
   const int32_t* edit_begin = nullptr;     // [count + 1]
   const LogitEdit* edits = nullptr;        // [edit_begin[count]]
+  // Where the edits were made before the last token was known: it counts as generated once more.
+  const Token* read = nullptr;             // [tokens] of this step
+  const int32_t* counts = nullptr;         // [count] which of them; -1: none. Null: none of all
   Token* token = nullptr;                  // [count] drawn, or the target; -1: no finite logit
   float* logprob = nullptr;                // [count]
   Token* top_token = nullptr;              // [count, kTop], most likely first

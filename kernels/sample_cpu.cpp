@@ -126,10 +126,9 @@ void run_plain(const Sample& op, int64_t i) {
   const std::vector<float> raw(logits, logits + op.vocab);
   Token token = op.target[i];
   if (token < 0) {
-    for (int32_t e = op.edit_begin[i]; e < op.edit_begin[i + 1]; ++e) {
-      float& logit = logits[op.edits[e].token];
-      logit = edited(logit, op.edits[e], how);
-    }
+    for_each_edit(op, i, [&](const LogitEdit& edit) {
+      logits[edit.token] = edited(logits[edit.token], edit, how);
+    });
     if (!drawable(logits, op.vocab)) return;
     token = draw(logits, op.vocab, how, op.position[i]);
   }

@@ -321,6 +321,28 @@ __device__ float unedited(float logit, const LogitEdit& edit, const Sampling& ho
   return logit;
 }
 
+// A row's edits, and the last token where they do not know it yet.
+struct Edits {
+  const LogitEdit* list;
+  int begin, end;
+  Token last = -1;
+
+  __device__ Edits(const Sample& op, int row)
+      : list(op.edits), begin(op.edit_begin[row]), end(op.edit_begin[row + 1]) {
+    const int at = op.counts == nullptr ? -1 : op.counts[row];
+    if (at >= 0) last = op.read[at];
+  }
+  __device__ LogitEdit at(int i) const {
+    LogitEdit edit = list[i];
+    if (edit.token == last) {
+      ++edit.generated;
+      edit.seen = true;
+    }
+    return edit;
+  }
+  __device__ LogitEdit of_last() const { return {.token = last, .generated = 1, .seen = true}; }
+};
+
 __global__ __launch_bounds__(kThreads) void sample_kernel(const __grid_constant__ Sample op) {
   let_successor_start();
   wait_for_predecessor();
@@ -367,21 +389,30 @@ __global__ __launch_bounds__(kThreads) void sample_kernel(const __grid_constant_
     }
     return;
   }
-  const int begin = op.edit_begin[output], end = op.edit_begin[output + 1];
+  const Edits edits(op, output);
+  __shared__ bool listed;
+  if (threadIdx.x == 0) listed = edits.last < 0;
   __syncthreads();  // the model's own logits have been read
-  for (int i = begin + int(threadIdx.x); i < end; i += kThreads) {
-    const LogitEdit edit = op.edits[i];
+  for (int i = edits.begin + int(threadIdx.x); i < edits.end; i += kThreads) {
+    const LogitEdit edit = edits.at(i);
     logits[edit.token] = edited(logits[edit.token], edit, how);
+    if (edit.token == edits.last) listed = true;  // one thread at most
   }
   __syncthreads();  // the edits are made
-  const uint64_t key =
-      begin == end ? most : largest_below(logits, vocab, ~uint64_t(0), scratch);
+  const bool adds = !listed;
+  if (adds && threadIdx.x == 0) {
+    logits[edits.last] = edited(logits[edits.last], edits.of_last(), how);
+  }
+  __syncthreads();  // that of the last token, too
+  const bool changed = edits.begin != edits.end || adds;
+  const uint64_t key = changed ? largest_below(logits, vocab, ~uint64_t(0), scratch) : most;
   token = draw(logits, vocab, how, op.position[output], key, scratch);
   if (threadIdx.x == 0) raw = token >= 0 ? logits[token] : -INFINITY;
   __syncthreads();  // the drawn token's logit is there
-  for (int i = begin + int(threadIdx.x); i < end; i += kThreads) {
-    if (op.edits[i].token == token) raw = unedited(raw, op.edits[i], how);
+  for (int i = edits.begin + int(threadIdx.x); i < edits.end; i += kThreads) {
+    if (edits.at(i).token == token) raw = unedited(raw, edits.at(i), how);
   }
+  if (adds && token == edits.last && threadIdx.x == 0) raw = unedited(raw, edits.of_last(), how);
   __syncthreads();  // its edit is undone
   if (threadIdx.x == 0) {
     op.token[output] = token;

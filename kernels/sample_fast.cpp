@@ -187,8 +187,14 @@ class Row {
   void run(std::vector<Key>& keys);
 
  private:
+  // What an edit found.
+  struct Before {
+    Token token;
+    float logit;
+  };
+
   void report_top(float most, double log_sum) const;
-  float raw(Token token, const std::vector<float>& before) const;
+  float raw(Token token, const std::vector<Before>& before) const;
   Token draw(float most, std::vector<Key>& keys) const;
 
   const Sample& op_;
@@ -220,11 +226,10 @@ void Row::report_top(float most, double log_sum) const {
   }
 }
 
-// A logit as it was before the edits, of which `before` holds what each found.
-float Row::raw(Token token, const std::vector<float>& before) const {
-  const int32_t begin = op_.edit_begin[row_];
-  for (size_t i = 0; i < before.size(); ++i) {
-    if (op_.edits[begin + int32_t(i)].token == token) return before[i];
+// A logit as it was before the edits.
+float Row::raw(Token token, const std::vector<Before>& before) const {
+  for (const Before& one : before) {
+    if (one.token == token) return one.logit;
   }
   return logits_[token];
 }
@@ -253,16 +258,15 @@ void Row::run(std::vector<Key>& keys) {
   report_top(most, log_sum);
 
   Token token = op_.target[row_];
-  std::vector<float> before;
+  std::vector<Before> before;
   if (token < 0) {
-    const int32_t begin = op_.edit_begin[row_], end = op_.edit_begin[row_ + 1];
-    before.reserve(size_t(end - begin));
-    for (int32_t e = begin; e < end; ++e) {
-      float& logit = logits_[op_.edits[e].token];
-      before.push_back(logit);
-      logit = edited(logit, op_.edits[e], how_);
-    }
-    const float most_edited = begin == end ? most : simd_.largest(logits_, op_.vocab);
+    before.reserve(size_t(op_.edit_begin[row_ + 1] - op_.edit_begin[row_]));
+    for_each_edit(op_, row_, [&](const LogitEdit& edit) {
+      float& logit = logits_[edit.token];
+      before.push_back({edit.token, logit});
+      logit = edited(logit, edit, how_);
+    });
+    const float most_edited = before.empty() ? most : simd_.largest(logits_, op_.vocab);
     if (!std::isfinite(most_edited)) return;
     token = draw(most_edited, keys);
   }

@@ -36,6 +36,23 @@ inline float edited(float logit, const LogitEdit& edit, const Sampling& how) {
   return logit + edit.bias;
 }
 
+// Calls use(edit) for each of a row's edits, the token that they do not know yet among them.
+template <typename Use>
+void for_each_edit(const Sample& op, int64_t row, const Use& use) {
+  const int32_t at = op.counts == nullptr ? -1 : op.counts[row];
+  const Token last = at < 0 ? -1 : op.read[at];
+  bool counted = last < 0;
+  for (int32_t e = op.edit_begin[row]; e < op.edit_begin[row + 1]; ++e) {
+    LogitEdit edit = op.edits[e];
+    if (edit.token == last) {
+      ++edit.generated;
+      edit.seen = counted = true;
+    }
+    use(edit);
+  }
+  if (!counted) use(LogitEdit{.token = last, .generated = 1, .seen = true});
+}
+
 // What a row answers when there is nothing to draw from, or until there is something better.
 inline void answer_nothing(const Sample& op, int64_t row) {
   op.token[row] = -1;

@@ -8,8 +8,10 @@ TEST_F(CudaTest, EmbedWidensEveryDtype) {
   for (const DType dtype : {DType::F32, DType::BF16, DType::F16}) {
     same("embed dtype " + std::to_string(int(dtype)), 0, [&](Side& side) -> Program {
       const Matrix table = side.matrix(50, 300, dtype);
-      const Token* ids = side.put(std::vector<Token>{3, 49, 0, 3});
-      return {Embed{.tokens = 4, .ids = ids, .table = table, .out = side.out(4, 300, "out")}};
+      const Token* ids = side.put(std::vector<Token>{3, 49, 0, ~1, 3, ~0, ~2});
+      const Token* drawn = side.put(std::vector<Token>{17, 48, -1});
+      return {Embed{.tokens = 7, .ids = ids, .drawn = drawn, .table = table,
+                    .out = side.out(7, 300, "out")}};
     });
   }
 }

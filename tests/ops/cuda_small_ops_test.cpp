@@ -186,17 +186,26 @@ void draws_agree(const std::string& what, int32_t vocab,
     Side side(on_cuda ? make_cuda_backend(0, &error) : make_cpu_backend({.plain = true}), 1);
     const size_t count = how.size();
     std::vector<float> all;
-    std::vector<int32_t> position;
+    std::vector<int32_t> position, edit_begin = {0};
+    std::vector<LogitEdit> edits;
+    std::vector<Token> last;  // in every other row the edits know an earlier one of it
     for (size_t i = 0; i < count; ++i) {
       const std::vector<float>& one = logits[i % logits.size()];
       all.insert(all.end(), one.begin(), one.end());
       position.push_back(int32_t(i) + 3);
+      last.push_back(Token(std::ranges::max_element(one) - one.begin()));
+      edits.push_back({.token = (last.back() + 1) % vocab, .generated = 3, .seen = true});
+      if (i % 2 == 0) edits.push_back({.token = last.back(), .generated = 1});
+      edit_begin.push_back(int32_t(edits.size()));
     }
-    const std::vector<int32_t> zeros(count + 1, 0);
+    std::vector<int32_t> counts(count);
+    for (size_t i = 0; i < count; ++i) counts[i] = int32_t(i);
     Sample op{.count = int32_t(count), .vocab = vocab, .logits = {side.put(all), vocab},
               .sampling = side.put(how), .position = side.put(position),
-              .target = side.put(std::vector<Token>(count, -1)), .top = side.put(zeros),
-              .edit_begin = side.put(zeros), .edits = side.put(std::vector<LogitEdit>(1)),
+              .target = side.put(std::vector<Token>(count, -1)),
+              .top = side.put(std::vector<int32_t>(count, 0)),
+              .edit_begin = side.put(edit_begin), .edits = side.put(edits),
+              .read = side.put(last), .counts = side.put(counts),
               .token = side.put(std::vector<Token>(count)),
               .logprob = side.put(std::vector<float>(count)),
               .top_token = side.put(std::vector<Token>(count * Sample::kTop)),
@@ -228,6 +237,8 @@ TEST_F(CudaTest, SampleFiltersOfAnyLogits) {
     if (seed % 4 != 1) s.top_p = 0.1f + float(seed % 9) * 0.1f;
     if (seed % 5 == 2) s.min_p = 0.02f;
     if (seed % 6 == 3) s.typical_p = 0.6f;
+    if (seed % 7 < 3) s.repetition_penalty = 1.3f;
+    if (seed % 7 < 2) s.presence_penalty = 2;
     how.push_back(s);
   }
   draws_agree("normal", kVocab, {plain}, how);

@@ -288,6 +288,20 @@ TEST_P(DenseOps, EmbedWidensEveryNumber) {
   EXPECT_EQ(widen_bf16(0xc040), -3.0f);
 }
 
+// Tokens that only the device knows: what the step before has drawn, or 0 where that broke.
+TEST_P(DenseOps, EmbedTakesWhatTheStepBeforeHasDrawn) {
+  Random random(8);
+  Weights table(11, 24, DType::BF16, random);
+  const std::vector<Token> ids = {2, ~1, 10, ~2, ~0}, drawn = {9, 4, -1}, known = {2, 4, 10, 0, 9};
+  std::vector<Token> read(5, -7);
+  Vectors found(5, 24), expected(5, 24);
+  check(Embed{.tokens = 5, .ids = ids.data(), .drawn = drawn.data(), .read = read.data(),
+              .table = table.matrix, .out = found.acts()},
+        Embed{.tokens = 5, .ids = known.data(), .table = table.matrix, .out = expected.acts()},
+        found, expected, 0, "drawn");
+  EXPECT_EQ(read, known);
+}
+
 TEST_P(DenseOps, EmbedOfOddWidths) {
   Random random(6);
   for (const DType dtype : {DType::F32, DType::BF16, DType::F16}) {

@@ -20,6 +20,7 @@ struct Row {
   Token target = -1;
   int32_t top = 0;
   std::vector<LogitEdit> edits;
+  Token last = -1;  // that the edits do not know yet
 };
 
 struct Drawn {
@@ -39,8 +40,8 @@ std::vector<Drawn> draw(Backend& backend, const std::vector<Row>& rows) {
   const int64_t stride = vocab + 3;
   std::vector<float> logits(size_t(count * stride), kNan);
   std::vector<Sampling> sampling;
-  std::vector<int32_t> position, top, edit_begin = {0};
-  std::vector<Token> target;
+  std::vector<int32_t> position, top, counts, edit_begin = {0};
+  std::vector<Token> target, read(7, -1);
   std::vector<LogitEdit> edits;
   for (int32_t i = 0; i < count; ++i) {
     const Row& row = rows[size_t(i)];
@@ -49,6 +50,8 @@ std::vector<Drawn> draw(Backend& backend, const std::vector<Row>& rows) {
     position.push_back(row.position);
     top.push_back(row.top);
     target.push_back(row.target);
+    counts.push_back(row.last < 0 ? -1 : int32_t(read.size()));
+    read.push_back(row.last);
     edits.insert(edits.end(), row.edits.begin(), row.edits.end());
     edit_begin.push_back(int32_t(edits.size()));
   }
@@ -58,7 +61,8 @@ std::vector<Drawn> draw(Backend& backend, const std::vector<Row>& rows) {
   backend.run({Sample{.count = count, .vocab = vocab, .logits = {logits.data(), stride},
                       .sampling = sampling.data(), .position = position.data(),
                       .target = target.data(), .top = top.data(), .edit_begin = edit_begin.data(),
-                      .edits = edits.data(), .token = token.data(), .logprob = logprob.data(),
+                      .edits = edits.data(), .read = read.data(), .counts = counts.data(),
+                      .token = token.data(), .logprob = logprob.data(),
                       .top_token = top_token.data(), .top_logprob = top_logprob.data()}});
   std::vector<Drawn> drawn;
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -238,6 +242,40 @@ TEST(Sample, ADrawDoesNotDependOnItsPlace) {
       EXPECT_TRUE(alone == together[i]) << kind.name << ", row " << i;
       EXPECT_TRUE(alone == backwards[rows.size() - 1 - i]) << kind.name << ", row " << i;
     }
+  }
+}
+
+// A token drawn after the edits were made counts as if they knew it, whether it is among them or
+// not.
+TEST(Sample, CountsTheLastTokenThatTheEditsDoNotKnow) {
+  std::vector<Row> rows, known;
+  for (Row& row : busy_rows(300, 200)) {
+    for (LogitEdit& edit : row.edits) edit.token = edit.token / 2 * 2;  // the odd ones are new
+    std::ranges::sort(row.edits, {}, &LogitEdit::token);
+    const auto twice = std::ranges::unique(row.edits, {}, &LogitEdit::token);
+    row.edits.erase(twice.begin(), twice.end());
+    row.sampling.repetition_penalty = 3;
+    row.sampling.presence_penalty = 0.7f;
+    row.sampling.frequency_penalty = 0.4f;
+    const auto most = std::ranges::max_element(row.logits) - row.logits.begin();
+    row.last = !row.edits.empty() && rows.size() % 2 == 0 ? row.edits.back().token : Token(most);
+    rows.push_back(row);
+    auto place = std::ranges::find(row.edits, row.last, &LogitEdit::token);
+    if (place == row.edits.end()) place = row.edits.insert(place, {.token = row.last});
+    ++place->generated;
+    place->seen = true;
+    row.last = -1;
+    known.push_back(row);
+  }
+  std::vector<Row> ignorant = rows;
+  for (Row& row : ignorant) row.last = -1;
+  for (const CpuKind& kind : cpu_kinds()) {
+    const auto backend = make_cpu_backend(kind.options);
+    const auto drawn = draw(*backend, rows), expected = draw(*backend, known);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      EXPECT_TRUE(drawn[i] == expected[i]) << kind.name << ", row " << i;
+    }
+    EXPECT_FALSE(drawn == draw(*backend, ignorant)) << kind.name;
   }
 }
 

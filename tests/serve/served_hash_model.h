@@ -23,9 +23,10 @@ namespace weir::testing {
 class SlowModel final : public StepRunner {
  public:
   explicit SlowModel(const Limits& limits) : model_(limits) {}
-  std::span<const Drawn> step(const StepBatch& batch) override {
+  void begin(const StepBatch& batch) override { model_.begin(batch); }
+  std::span<const Drawn> finish() override {
     std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
-    const std::span<const Drawn> drawn = model_.step(batch);
+    const std::span<const Drawn> drawn = model_.finish();
     if (!never_fails) return drawn;
     drawn_.assign(drawn.begin(), drawn.end());
     for (Drawn& one : drawn_) one.token = std::max(one.token, 3);

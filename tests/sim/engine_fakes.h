@@ -56,23 +56,27 @@ class Collector : public TokenSink {
   bool started_ = false;
 };
 
-// A hash model whose steps wait until the test lets them go.
+// A hash model whose steps are done when the test lets them go.
 class GatedModel final : public StepRunner {
  public:
-  explicit GatedModel(const Limits& limits) : model_(limits) {}
+  explicit GatedModel(const Limits& limits, size_t steps_out = 1) : model_(limits, steps_out) {}
 
-  std::span<const Drawn> step(const StepBatch& batch) override {
-    {
-      std::unique_lock lock(mutex_);
-      ++entered_;
-      changed_.notify_all();
-      changed_.wait(lock, [this] { return allowed_ >= entered_; });
-    }
-    return model_.step(batch);
+  size_t steps_out() const override { return model_.steps_out(); }
+  void begin(const StepBatch& batch) override {
+    model_.begin(batch);
+    const std::lock_guard lock(mutex_);
+    ++begun_;
+  }
+  std::span<const Drawn> finish() override {
+    std::unique_lock lock(mutex_);
+    ++entered_;
+    changed_.notify_all();
+    changed_.wait(lock, [this] { return allowed_ >= entered_; });
+    return model_.finish();
   }
   size_t step_bytes() const override { return model_.step_bytes(); }
 
-  // Returns when the engine is inside its step number `count`, from 1.
+  // Returns when the engine waits for its step number `count`, from 1.
   void wait_inside(int64_t count) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return entered_ >= count; });
@@ -83,12 +87,16 @@ class GatedModel final : public StepRunner {
     changed_.notify_all();
   }
   void open() { allow(1'000'000'000); }
+  int64_t begun() const {
+    const std::lock_guard lock(mutex_);
+    return begun_;
+  }
 
  private:
   HashModel model_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
-  int64_t entered_ = 0, allowed_ = 0;
+  int64_t begun_ = 0, entered_ = 0, allowed_ = 0;
 };
 
 class RecordingObserver final : public Observer {

@@ -16,10 +16,13 @@ namespace {
 // A hash model that takes its time now and then, so that other threads get between its steps.
 class UnevenModel final : public StepRunner {
  public:
-  UnevenModel(const Limits& limits, uint64_t seed) : model_(limits), chance_(seed) {}
-  std::span<const Drawn> step(const StepBatch& batch) override {
+  UnevenModel(const Limits& limits, size_t steps_out, uint64_t seed)
+      : model_(limits, steps_out), chance_(seed) {}
+  size_t steps_out() const override { return model_.steps_out(); }
+  void begin(const StepBatch& batch) override { model_.begin(batch); }
+  std::span<const Drawn> finish() override {
     for (int32_t i = chance_.pick(-20, 20); i > 0; --i) std::this_thread::yield();
-    return model_.step(batch);
+    return model_.finish();
   }
   size_t step_bytes() const override { return model_.step_bytes(); }
 
@@ -116,7 +119,7 @@ void simulate(uint64_t seed) {
   constexpr size_t kThreads = 6;
   Chance chance(seed);
   const Limits limits = random_limits(chance);
-  UnevenModel model(limits, chance.bits());
+  UnevenModel model(limits, size_t(chance.pick(1, 2)), chance.bits());
   RecordingObserver observer;
   const bool stops_early = chance.percent(50);  // the engine goes while sequences still run
   const bool cancels_all = chance.percent(20);

@@ -1,9 +1,12 @@
 #pragma once
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <deque>
 #include <set>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "engine/engine.h"
@@ -18,12 +21,17 @@ namespace weir {
 // the rest of the answer, so comparing with alone() checks the whole of scheduling at once.
 class HashModel final : public StepRunner {
  public:
-  explicit HashModel(const Limits& limits)
+  // Computes in begin() whatever the number of steps that may be out, as a device in order does.
+  explicit HashModel(const Limits& limits, size_t steps_out = 1)
       : limits_(limits),
+        steps_out_(steps_out),
         slots_(size_t(limits.slots)),
         cells_(size_t(limits.pages) * size_t(limits.page_tokens)) {}
 
-  std::span<const Drawn> step(const StepBatch& batch) override {
+  size_t steps_out() const override { return steps_out_; }
+
+  void begin(const StepBatch& batch) override {
+    WEIR_CHECK(answers_.size() < steps_out_);
     drawn_.clear();
     std::set<Slot> slots;
     std::set<int32_t> pages;
@@ -38,7 +46,14 @@ class HashModel final : public StepRunner {
     WEIR_CHECK(begin == batch.tokens.size());
     WEIR_CHECK(drawn_.size() == batch.outputs.size());
     bytes_ = 1000 + begin;
-    return drawn_;
+    last_drawn_ = drawn_;
+    answers_.push_back(drawn_);
+  }
+
+  std::span<const Drawn> finish() override {
+    answer_ = std::move(answers_.front());
+    answers_.pop_front();
+    return answer_;
   }
 
   size_t step_bytes() const override { return bytes_; }
@@ -80,20 +95,33 @@ class HashModel final : public StepRunner {
     if (row.first == 0) state = {};
     WEIR_CHECK(row.first == state.length);
     for (int32_t token = row.begin; token < row.begin + row.count; ++token) {
-      state.hash = mix(state.hash, uint64_t(batch.tokens[size_t(token)]));
-      if (limits_.pages > 0) {
-        cell(row, state.length) = cell_of(batch.tokens[size_t(token)], state.length);
-      }
+      const Token id = id_of(batch.tokens[size_t(token)]);
+      state.hash = mix(state.hash, uint64_t(id));
+      if (limits_.pages > 0) cell(row, state.length) = cell_of(id, state.length);
       ++state.length;
       if (drawn_.size() == batch.outputs.size()) continue;
-      const Output& output = batch.outputs[drawn_.size()];
+      Output output = batch.outputs[drawn_.size()];
       if (output.token != token) continue;
       WEIR_CHECK(output.id == row.id);
+      if (output.counts_last) count(id, output.edits);
       uint64_t seen = state.hash;
       const int32_t kept = limits_.pages > 0 ? state.length : 0;
       for (int32_t position = 0; position < kept; ++position) seen = mix(seen, cell(row, position));
       drawn_.push_back(answer(seen, output, limits_.vocab));
     }
+  }
+
+  // A token that the step before has drawn is known here alone.
+  Token id_of(Token token) const {
+    if (token >= 0) return token;
+    WEIR_CHECK(size_t(~token) < last_drawn_.size());
+    return std::max(last_drawn_[size_t(~token)].token, 0);
+  }
+  static void count(Token last, std::vector<LogitEdit>& edits) {
+    auto place = std::ranges::find(edits, last, &LogitEdit::token);
+    if (place == edits.end()) place = edits.insert(place, {.token = last});
+    ++place->generated;
+    place->seen = true;
   }
 
   uint64_t& cell(const Row& row, int32_t position) {
@@ -105,9 +133,11 @@ class HashModel final : public StepRunner {
   }
 
   const Limits limits_;
+  const size_t steps_out_;
   std::vector<State> slots_;
   std::vector<uint64_t> cells_;
-  std::vector<Drawn> drawn_;
+  std::vector<Drawn> drawn_, last_drawn_, answer_;
+  std::deque<std::vector<Drawn>> answers_;  // of the steps that are out
   size_t bytes_ = 0;
 };
 

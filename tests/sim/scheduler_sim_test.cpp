@@ -24,7 +24,8 @@ void print_seed(int) {
 bool saw_everything(const weir::DayCounts& counts) {
   using enum weir::Admission;
   bool all = counts.ended_in_queue > 0 && counts.cancelled_mid_step > 0 &&
-             counts.waited_for_pages > 0 && counts.prompt_scores > 0;
+             counts.waited_for_pages > 0 && counts.prompt_scores > 0 && counts.ahead > 0 &&
+             counts.rows_in_vain > 0;
   for (const int64_t count : counts.finishes) all = all && count > 0;
   for (const auto admission : {Accepted, QueueFull, EmptyPrompt, PromptTooLong, BadToken, BadLength,
                                TooManyPages, BadSampling}) {
@@ -49,6 +50,8 @@ int main(int argc, char** argv) {
   std::printf("%llu days, %lld steps, %lld tokens and %lld prompt scores checked\n",
               static_cast<unsigned long long>(days), static_cast<long long>(counts.steps),
               static_cast<long long>(counts.tokens), static_cast<long long>(counts.prompt_scores));
+  std::printf("%lld steps ahead of the last one's answers, %lld rows in vain\n",
+              static_cast<long long>(counts.ahead), static_cast<long long>(counts.rows_in_vain));
   std::printf("ends: stop %lld, length %lld, cancelled %lld, deadline %lld, error %lld\n",
               static_cast<long long>(stop), static_cast<long long>(length),
               static_cast<long long>(cancelled), static_cast<long long>(deadline),

@@ -1,9 +1,11 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <optional>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "tests/sim/hash_model.h"
@@ -17,45 +19,43 @@ struct DayCounts {
   int64_t finishes[5] = {};    // by Finish
   int64_t admissions[8] = {};  // by Admission
   int64_t ended_in_queue = 0, cancelled_mid_step = 0, waited_for_pages = 0;
+  int64_t ahead = 0;           // steps handed out before the one before was committed
+  int64_t rows_in_vain = 0;    // rows of sequences that turned out to have ended
 };
 
 // A server's day under random limits, arrivals, cancels and deadlines, from one seed. Beside the
 // scheduler runs its policy as a reader would write it down, on lists of clients: what it hands
-// out must be exactly that, and what each client gets must be HashModel::alone(). A check that
-// fails aborts.
+// out must be exactly that, and what each client gets must be HashModel::alone(), whether steps are
+// handed out one by one or before the last one's answers are known. A check that fails aborts.
 class SimulatedDay {
  public:
   SimulatedDay(uint64_t seed, DayCounts& counts)
       : counts_(counts), chance_(seed), limits_(random_limits()), scheduler_(limits_),
-        model_(limits_), free_slots_(limits_.slots), free_pages_(limits_.pages) {}
+        model_(limits_, Scheduler::kStepsOut), free_slots_(limits_.slots),
+        free_pages_(limits_.pages) {}
 
   void run() {
     constexpr SequenceId kArrivals = 60;
     constexpr int kStepsMax = 100'000;
-    for (int step = 0; next_id_ < kArrivals || !open_.empty(); ++step) {
+    for (int step = 0; next_id_ < kArrivals || !open_.empty() || !leaving_.empty(); ++step) {
       WEIR_CHECK(step < kStepsMax);  // everything ends
       if (next_id_ < kArrivals) arrive();
       maybe_cancel();
       now_ += chance_.pick(0, 3);
-      const StepBatch& batch = scheduler_.next(now_);
-      expire();
-      admit();
-      check_rows(batch);
-      const std::span<const Drawn> drawn = model_.step(batch);
+      if (!out_.empty()) ++counts_.ahead;
+      hand_out();
       if (maybe_cancel()) ++counts_.cancelled_mid_step;
       if (next_id_ < kArrivals && chance_.percent(10)) arrive();
-      emissions_.clear();
-      scheduler_.commit(drawn, emissions_);
-      ++counts_.steps;
-      check_emissions();
-      scheduler_.check_invariants();
-      check_occupancy();
+      const size_t most_out = chance_.percent(ahead_percent_) ? Scheduler::kStepsOut - 1 : 0;
+      while (out_.size() > most_out) commit();
     }
     WEIR_CHECK(scheduler_.idle());
     WEIR_CHECK(free_slots_ == limits_.slots && free_pages_ == limits_.pages);
   }
 
  private:
+  // What the scheduler has handed out and the model computed: rows, by their tokens.
+  using Step = std::vector<std::pair<SequenceId, int32_t>>;
   struct Client {
     Request request;
     HashModel::Answer expected;
@@ -63,13 +63,51 @@ class SimulatedDay {
     Nanoseconds started_at = kNever;
     std::optional<Finish> cut;             // cancelled or late, whichever came first
     int32_t read = 0;                      // tokens that the model has read
+    int32_t answered = 0;                  // of them, in steps that are committed
+    int32_t rows_out = 0;                  // in steps that are not
     std::optional<Slot> slot;
     std::vector<int32_t> page_list;
     size_t scores = 0, tokens = 0;         // got so far
 
     int32_t prompt() const { return int32_t(request.prompt.size()); }
-    int32_t unread() const { return prompt() + int32_t(tokens) - read; }
+    int32_t asked() const { return std::max(0, read - prompt() + 1); }  // draws
+    int32_t unread() const { return prompt() + asked() - read; }
+    bool moves() const { return !cut && asked() < request.new_tokens; }
   };
+
+  void hand_out() {
+    const StepBatch& batch = scheduler_.next(now_);
+    expire();
+    admit();
+    check_rows(batch);
+    scheduler_.check_invariants();
+    if (!batch.empty()) model_.begin(batch);
+    out_.emplace_back();
+    for (const Row& row : batch.rows) out_.back().push_back({row.id, row.count});
+  }
+
+  void commit() {
+    const Step step = std::move(out_.front());
+    out_.pop_front();
+    for (const auto& [id, count] : step) {
+      Client& client = open_.contains(id) ? open_.at(id) : leaving_.at(id);
+      client.answered += count;
+      --client.rows_out;
+      if (leaving_.contains(id)) ++counts_.rows_in_vain;
+    }
+    emissions_.clear();
+    scheduler_.commit(step.empty() ? std::span<const Drawn>() : model_.finish(), emissions_);
+    ++counts_.steps;
+    check_emissions();
+    std::erase_if(leaving_, [this](const auto& item) {
+      if (item.second.rows_out > 0) return false;
+      ++free_slots_;
+      free_pages_ += item.second.pages;
+      return true;
+    });
+    scheduler_.check_invariants();
+    check_occupancy();
+  }
 
   Limits random_limits() {
     Limits limits;
@@ -85,6 +123,7 @@ class SimulatedDay {
     arrival_percent_ = chance_.pick(2, 100);
     cancel_percent_ = chance_.percent(50) ? chance_.pick(1, 8) : 0;
     deadline_percent_ = chance_.percent(50) ? chance_.pick(1, 40) : 0;
+    ahead_percent_ = chance_.percent(50) ? 100 * chance_.pick(0, 1) : chance_.pick(1, 99);
     return limits;
   }
 
@@ -173,7 +212,7 @@ class SimulatedDay {
 
   void check_occupancy() const {
     WEIR_CHECK(scheduler_.waiting() == int32_t(waiting_.size()));
-    WEIR_CHECK(scheduler_.running() == int32_t(running_.size()));
+    WEIR_CHECK(scheduler_.running() == int32_t(running_.size() + leaving_.size()));
     WEIR_CHECK(scheduler_.free_slots() == free_slots_);
     WEIR_CHECK(scheduler_.free_pages() == free_pages_);
   }
@@ -187,7 +226,7 @@ class SimulatedDay {
     for (const bool decodes : {true, false}) {
       for (const SequenceId id : running_) {
         Client& client = open_.at(id);
-        if (client.cut || (client.unread() == 1) != decodes) continue;
+        if (!client.moves() || (client.unread() == 1) != decodes) continue;
         const int32_t count = std::min({client.unread(), limits_.chunk_tokens, room});
         if (count == 0) continue;
         room -= count;
@@ -196,7 +235,10 @@ class SimulatedDay {
       }
     }
     WEIR_CHECK(row == batch.rows.size());
-    for (const Row& moved : batch.rows) open_.at(moved.id).read += moved.count;
+    for (const Row& moved : batch.rows) {
+      open_.at(moved.id).read += moved.count;
+      ++open_.at(moved.id).rows_out;
+    }
   }
 
   void check_row(const Row& row, SequenceId id, Client& client, int32_t count) {
@@ -206,14 +248,18 @@ class SimulatedDay {
       client.page_list.assign(row.pages.begin(), row.pages.end());
       WEIR_CHECK(int32_t(row.pages.size()) == client.pages);
       for (const SequenceId other : running_) {
-        if (other == id) continue;
-        WEIR_CHECK(open_.at(other).slot != client.slot);
-        for (const int32_t page : open_.at(other).page_list) {
-          WEIR_CHECK(std::ranges::find(row.pages, page) == row.pages.end());
-        }
+        if (other != id) check_apart(client, open_.at(other));
       }
+      for (const auto& [other, left] : leaving_) check_apart(client, left);
     }
     WEIR_CHECK(row.slot == *client.slot && std::ranges::equal(row.pages, client.page_list));
+  }
+
+  static void check_apart(const Client& client, const Client& other) {
+    WEIR_CHECK(other.slot != client.slot);
+    for (const int32_t page : other.page_list) {
+      WEIR_CHECK(std::ranges::find(client.page_list, page) == client.page_list.end());
+    }
   }
 
   void check_emissions() {
@@ -226,9 +272,9 @@ class SimulatedDay {
     }
     for (const auto& [id, client] : open_) {
       WEIR_CHECK(!client.cut);  // an end waits for no one
-      // What the step has read, it has answered.
-      WEIR_CHECK(int32_t(client.tokens) == std::max(0, client.read - client.prompt() + 1));
-      const int32_t scored = std::min(client.read, client.prompt() - 1);
+      // What the steps have read, they have answered.
+      WEIR_CHECK(int32_t(client.tokens) == std::max(0, client.answered - client.prompt() + 1));
+      const int32_t scored = std::min(client.answered, client.prompt() - 1);
       WEIR_CHECK(int32_t(client.scores) == (client.request.prompt_logprobs ? scored : 0));
     }
   }
@@ -274,11 +320,10 @@ class SimulatedDay {
   }
 
   void close(SequenceId id) {
-    const Client& client = open_.at(id);
+    Client& client = open_.at(id);
     ++counts_.finishes[size_t(client.cut.value_or(client.expected.finish))];
     if (std::erase(running_, id) == 1) {
-      ++free_slots_;
-      free_pages_ += client.pages;
+      leaving_[id] = std::move(client);  // until its rows that are out are committed
     } else {
       WEIR_CHECK(std::erase(waiting_, id) == 1);
       ++counts_.ended_in_queue;
@@ -288,13 +333,14 @@ class SimulatedDay {
 
   DayCounts& counts_;
   Chance chance_;
-  int32_t arrival_percent_ = 0, cancel_percent_ = 0, deadline_percent_ = 0;
+  int32_t arrival_percent_ = 0, cancel_percent_ = 0, deadline_percent_ = 0, ahead_percent_ = 0;
   const Limits limits_;
   Scheduler scheduler_;
   HashModel model_;
   Nanoseconds now_ = 1000;
   SequenceId next_id_ = 1;
-  std::map<SequenceId, Client> open_;
+  std::map<SequenceId, Client> open_, leaving_;
+  std::deque<Step> out_;
   std::vector<SequenceId> waiting_, running_;  // the policy's own lists
   int32_t free_slots_ = 0, free_pages_ = 0;
   std::vector<Emission> emissions_;

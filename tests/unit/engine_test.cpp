@@ -168,10 +168,10 @@ TEST(Engine, DeadlinesEndQueuedAndRunningRequests) {
 // The same token for ever.
 class MonotonousModel final : public StepRunner {
  public:
-  std::span<const Drawn> step(const StepBatch& batch) override {
+  void begin(const StepBatch& batch) override {
     drawn_.assign(batch.outputs.size(), {.token = 1});
-    return drawn_;
   }
+  std::span<const Drawn> finish() override { return drawn_; }
   size_t step_bytes() const override { return 0; }
 
  private:
@@ -216,8 +216,37 @@ TEST(Engine, CancelAllHoldsForThoseThatComeLater) {
   EXPECT_FALSE(later.started());
 }
 
-TEST(Engine, ReportsEveryTokenOnce) {
-  HashModel model(small_limits());
+// A device that takes two steps never waits for the host between them; its cancels and its last
+// steps are as prompt as those of one that takes one.
+TEST(Engine, BeginsTheNextStepBeforeItHasReadTheLast) {
+  GatedModel model(small_limits(), 2);
+  RecordingObserver observer;
+  Collector sink, next;
+  Engine engine(small_limits(), model, observer);
+  const SequenceId id = engine.submit(request_of(50), sink).id;
+  model.wait_inside(1);
+  EXPECT_EQ(model.begun(), 2);
+  model.allow(2);        // the prompt takes two steps
+  model.wait_inside(3);
+  EXPECT_EQ(model.begun(), 4);
+  EXPECT_EQ(sink.tokens().size(), 1u);
+  engine.cancel(id);
+  model.allow(1);
+  EXPECT_EQ(sink.wait(), Finish::Cancelled);
+  EXPECT_EQ(sink.tokens().size(), 1u);
+  model.wait_inside(4);  // the row in vain still holds the only slot
+  EXPECT_EQ(observer.seen().back().free_slots, 0);
+  model.open();
+  observer.wait_for(0, 0);
+  engine.submit(request_of(3), next);
+  EXPECT_EQ(next.wait(), Finish::Length);
+  EXPECT_EQ(next.tokens(), tokens_alone(request_of(3)));
+}
+
+class StepsOut : public testing::TestWithParam<size_t> {};
+
+TEST_P(StepsOut, ReportEveryTokenOnce) {
+  HashModel model(small_limits(), GetParam());
   RecordingObserver observer;
   std::vector<Token> tokens;
   {
@@ -236,6 +265,8 @@ TEST(Engine, ReportsEveryTokenOnce) {
   EXPECT_EQ(total.finished, 3);
   EXPECT_EQ(observer.seen().back().free_slots, 1);
 }
+
+INSTANTIATE_TEST_SUITE_P(Engine, StepsOut, testing::Values(1, 2));
 
 }  // namespace
 }  // namespace weir

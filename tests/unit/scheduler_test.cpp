@@ -25,7 +25,7 @@ Request request_of(size_t prompt, int32_t new_tokens) {
   return request;
 }
 
-// Answers each output with its target, or with `token`.
+// Answers each output of the oldest step with its target, or with `token`.
 std::vector<Emission> commit(Scheduler& scheduler, const StepBatch& batch, Token token) {
   std::vector<Drawn> drawn;
   for (const Output& output : batch.outputs) {
@@ -278,6 +278,93 @@ TEST(Scheduler, HoldsSlotsAndQueueAndNoMore) {
     EXPECT_EQ(scheduler.submit(id, request_of(2, 2)), Admission::Accepted);
   }
   EXPECT_EQ(scheduler.submit(5, request_of(2, 2)), Admission::QueueFull);
+}
+
+// The step after one that is out reads what that one will draw, by its place among the outputs.
+TEST(Scheduler, HandsOutAStepBeforeTheLastOneIsAnswered) {
+  Scheduler scheduler(small_limits());
+  Request request = request_of(2, 3);
+  request.prompt_logprobs = true;  // an output before the draw
+  scheduler.submit(1, request);
+  scheduler.submit(2, request_of(6, 3));
+  const StepBatch& first = scheduler.next(0);   // both tokens of 1, four of 2's
+  ASSERT_EQ(first.outputs.size(), 2u);
+  const StepBatch& second = scheduler.next(0);  // 1 decodes, 2 goes on with its prompt
+  EXPECT_EQ(second.tokens, (std::vector<Token>{drawn_for(1), 5, 6}));
+  EXPECT_EQ(second.rows.at(0).first, 2);
+  EXPECT_EQ(second.outputs.at(0).position, 3);
+  EXPECT_EQ(commit(scheduler, first, 7).size(), 1u);
+  const StepBatch& third = scheduler.next(0);
+  EXPECT_EQ(third.tokens, (std::vector<Token>{drawn_for(0), drawn_for(1)}));
+  EXPECT_EQ(commit(scheduler, second, 8).size(), 2u);
+  EXPECT_EQ(scheduler.next(0).tokens, (std::vector<Token>{drawn_for(1)}));  // 1 needs no more
+  const std::vector<Emission> last = commit(scheduler, third, 9);
+  EXPECT_EQ(last.at(0).finish, Finish::Length);
+  EXPECT_FALSE(last.at(1).finish);
+}
+
+// A stop token, a broken row, a cancel and a deadline come too late for the row that is out: it is
+// in vain, says nothing, and holds its slot until its own step is done.
+TEST(Scheduler, RowsInVainSayNothingAndKeepTheirSlots) {
+  Limits limits = small_limits();
+  limits.slots = 4;
+  limits.queued = 0;
+  Scheduler scheduler(limits);
+  Request request = request_of(1, 5);
+  request.stop = {50};
+  for (SequenceId id = 1; id <= 3; ++id) scheduler.submit(id, request);
+  request.deadline = 10;
+  scheduler.submit(4, request);
+  scheduler.next(0);
+  EXPECT_EQ(scheduler.next(1).rows.size(), 4u);
+  scheduler.cancel(3);
+  std::vector<Emission> out;
+  scheduler.commit(std::vector<Drawn>{{.token = 50}, {.token = -1}, {.token = 7}, {.token = 8}},
+                   out);
+  ASSERT_EQ(out.size(), 4u);
+  EXPECT_EQ(out[0].finish, Finish::Stop);
+  EXPECT_EQ(out[1].finish, Finish::Error);
+  EXPECT_EQ(out[2].finish, Finish::Cancelled);
+  EXPECT_FALSE(out[3].finish);
+  EXPECT_EQ(scheduler.free_slots(), 0);
+  EXPECT_EQ(scheduler.running(), 4);
+  scheduler.check_invariants();
+  // Their places in the queue are free at once; their slots are not.
+  for (SequenceId id = 5; id <= 7; ++id) {
+    EXPECT_EQ(scheduler.submit(id, request_of(1, 1)), Admission::Accepted);
+  }
+  EXPECT_EQ(scheduler.submit(8, request_of(1, 1)), Admission::QueueFull);
+  const StepBatch& late = scheduler.next(10);
+  EXPECT_TRUE(late.empty());
+  out.clear();
+  scheduler.commit(std::vector<Drawn>(4, {.token = 9}), out);
+  ASSERT_EQ(out.size(), 1u);
+  EXPECT_EQ(out[0].id, 4u);
+  EXPECT_EQ(out[0].finish, Finish::Deadline);
+  EXPECT_EQ(scheduler.free_slots(), 4);
+  commit(scheduler, late, 0);
+  EXPECT_EQ(scheduler.next(11).rows.size(), 3u);
+}
+
+// The edits of a step are made before the last token is known: the device counts it.
+TEST(Scheduler, LeavesTheLastTokenToBeCountedWhereItIsPenalised) {
+  Scheduler scheduler(small_limits());
+  Request request = request_of(2, 9);
+  scheduler.submit(1, request);
+  request.sampling.presence_penalty = 1;
+  scheduler.submit(2, request);
+  const StepBatch& first = scheduler.next(0);
+  EXPECT_FALSE(first.outputs.at(0).counts_last);
+  EXPECT_FALSE(first.outputs.at(1).counts_last);
+  const StepBatch& second = scheduler.next(0);
+  EXPECT_FALSE(second.outputs.at(0).counts_last);
+  EXPECT_TRUE(second.outputs.at(1).counts_last);
+  EXPECT_TRUE(second.outputs.at(1).edits.empty());
+  commit(scheduler, first, 7);
+  commit(scheduler, second, 8);
+  const StepBatch& third = scheduler.next(0);
+  EXPECT_FALSE(third.outputs.at(1).counts_last);
+  EXPECT_EQ(edits_of(third.outputs.at(1)).size(), 2u);  // 7 and 8
 }
 
 }  // namespace

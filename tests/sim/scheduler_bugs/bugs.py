@@ -23,14 +23,14 @@ BUGS = {
         "free_pages_.begin() + 1, free_pages_.end());"),
     "row names one page too few": (
         SCHEDULER,
-        ".pages = sequence.pages});",
+        ".pages = sequence.pages};",
         ".pages = std::span(sequence.pages).first("
-        "sequence.pages.size() - (sequence.pages.size() > 3))});"),
+        "sequence.pages.size() - (sequence.pages.size() > 3))};"),
     "cancelled slot freed before its step is done": (
         SCHEDULER,
         "  found->second->finish = Finish::Cancelled;\n",
         "  found->second->finish = Finish::Cancelled;\n"
-        "  if (in_step_ && found->second->slot >= 0) {\n"
+        "  if (out_ > 0 && found->second->slot >= 0) {\n"
         "    free_slots_.push_back(found->second->slot);\n"
         "    found->second->slot = -1;\n"
         "  }\n"),
@@ -40,21 +40,21 @@ BUGS = {
         "if (count + 1 >= sequence.unread()) add_draw"),
     "chunk skips a token": (
         SCHEDULER,
-        "    sequence.done += row.count;\n",
-        "    sequence.done += row.count + (row.count == limits_.chunk_tokens && row.count > 8 &&\n"
-        "                                  sequence.unread() > row.count + 1);\n"),
+        "  sequence.read = end;\n",
+        "  sequence.read = end + (count == limits_.chunk_tokens && count > 8 &&\n"
+        "                         sequence.unread() > count + 1);\n"),
     "chunk read twice": (
         SCHEDULER,
-        "    sequence.done += row.count;\n",
-        "    if (row.count != 13 || sequence.unread() == 13) sequence.done += row.count;\n"),
+        "  sequence.read = end;\n",
+        "  if (count != 13 || sequence.unread() == 13) sequence.read = end;\n"),
     "draws handed to neighbours": (
         SCHEDULER,
-        "const Drawn& answer = drawn[output];",
-        "const Drawn& answer = drawn[drawn.size() - 1 - output];"),
+        "take(sequence, asked, drawn[output], emission);",
+        "take(sequence, asked, drawn[drawn.size() - 1 - output], emission);"),
     "tokens of another row": (
         SCHEDULER,
-        "batch_.tokens.insert(batch_.tokens.end(), tokens + first, tokens + end);",
-        "batch_.tokens.insert(batch_.tokens.begin(), tokens + first, tokens + end);"),
+        "batch.tokens.insert(batch.tokens.end(), tokens + row.first, tokens + known);",
+        "batch.tokens.insert(batch.tokens.begin(), tokens + row.first, tokens + known);"),
     "stop token ignored": (
         SCHEDULER,
         "if (sequence.stops_at(answer.token)) {",
@@ -81,9 +81,9 @@ BUGS = {
         "std::min({sequence->unread(), room})"),
     "lone decode row starved by prompts": (
         SCHEDULER,
-        "if (!sequence->finish && sequence->unread() == 1) add_row(*sequence, 1);",
-        "if (!sequence->finish && sequence->unread() == 1 &&\n"
-        "        (running_.size() < 3 || sequence != running_.back())) add_row(*sequence, 1);"),
+        "if (sequence->moves() && sequence->unread() == 1) add_row(*sequence, 1, batch);",
+        "if (sequence->moves() && sequence->unread() == 1 &&\n"
+        "        (running_.size() < 3 || sequence != running_.back())) add_row(*sequence, 1, batch);"),
     "last prompt token does not decode": (
         SCHEDULER,
         "sequence->unread() > 1 && count > 0",
@@ -92,11 +92,11 @@ BUGS = {
         SCHEDULER,
         "  found->second->finish = Finish::Cancelled;\n",
         "  found->second->finish = Finish::Cancelled;\n"
-        "  if (!in_step_ && waiting_.size() > 1) waiting_.pop_front();\n"),
+        "  if (out_ == 0 && waiting_.size() > 1) waiting_.pop_front();\n"),
     "cancelled request stays in the queue": (
         SCHEDULER,
-        "  std::erase_if(waiting_, retire);\n",
-        "  if (!running_.empty()) return;\n  std::erase_if(waiting_, retire);\n"),
+        "  std::erase_if(waiting_, leaves);\n",
+        "  if (running_.empty()) std::erase_if(waiting_, leaves);\n"),
     "cancelled request at the head blocks the queue": (
         SCHEDULER,
         "      ++place;\n      continue;\n",
@@ -107,12 +107,12 @@ BUGS = {
         "    if (sequence.finish == Finish::Deadline) {\n      ++place;"),
     "token after the cancel": (
         SCHEDULER,
-        "if (!sequence.finish) take(sequence, output, drawn, emission);",
-        "take(sequence, output, drawn, emission);"),
+        "if (!sequence.finish) take(sequence, asked, drawn[output], emission);",
+        "if (!sequence.told) take(sequence, asked, drawn[output], emission);"),
     "cancel of a running sequence forgotten": (
         SCHEDULER,
         "found->second->finish) return;",
-        "found->second->finish || (in_step_ && found->second->drawn() > 0)) return;"),
+        "found->second->finish || (out_ > 0 && found->second->drawn() > 0)) return;"),
     "deadline not seen in the queue": (
         SCHEDULER,
         "  std::ranges::for_each(waiting_, end_late);\n",
@@ -131,12 +131,12 @@ BUGS = {
         "if (sequence->request.deadline <= now) {"),
     "last emission twice": (
         SCHEDULER,
-        "if (!sequence->last_emitted) {",
-        "if (!sequence->last_emitted || sequence->finish == Finish::Error) {"),
+        "if (!sequence->told) {",
+        "if (!sequence->told || sequence->finish == Finish::Error) {"),
     "end of a sequence not told": (
         SCHEDULER,
-        "if (!sequence->last_emitted) {",
-        "if (!sequence->last_emitted && sequence->slot >= 0) {"),
+        "if (!sequence->told) {",
+        "if (!sequence->told && sequence->slot >= 0) {"),
     "broken row ends nobody": (
         SCHEDULER,
         "    sequence.finish = Finish::Error;\n",
@@ -165,23 +165,23 @@ BUGS = {
         "      ++place;\n      continue;\n    }"),
     "position of a draw off by one": (
         SCHEDULER,
-        ".position = int32_t(sequence.tokens.size()),",
-        ".position = int32_t(sequence.tokens.size()) - 1,"),
+        ".position = sequence.known() + sequence.pending,",
+        ".position = sequence.known() + sequence.pending - 1,"),
     "seed of the first sequence for all": (
         SCHEDULER,
-        ".sampling = request.sampling};",
-        ".sampling = running_.front()->request.sampling};"),
+        ".sampling = request.sampling,",
+        ".sampling = running_.front()->request.sampling,"),
     "edits of an earlier step": (
         EDITS,
         "out.assign(edits_.begin(), edits_.end());",
         "out.insert(out.end(), edits_.begin(), edits_.end());"),
     "stop tokens allowed one draw early": (
         SCHEDULER,
-        "sequence.drawn() < request.min_tokens",
-        "sequence.drawn() + 1 < request.min_tokens"),
+        "sequence.asked() < request.min_tokens",
+        "sequence.asked() + 1 < request.min_tokens"),
     "stop tokens forbidden for ever": (
         SCHEDULER,
-        "sequence.drawn() < request.min_tokens",
+        "sequence.asked() < request.min_tokens",
         "request.min_tokens > 0"),
     "prompt tokens not penalised": (
         EDITS,
@@ -205,10 +205,55 @@ BUGS = {
         ".target = sequence.tokens[size_t(position) - 1],"),
     "prompt scores end with the chunk": (
         SCHEDULER,
-        "std::min(end + 1, sequence.prompt_tokens)",
-        "std::min(end, sequence.prompt_tokens)"),
+        "std::min(row.first + row.count + 1, sequence.prompt_tokens)",
+        "std::min(row.first + row.count, sequence.prompt_tokens)"),
     "alternatives not asked for": (
         SCHEDULER,
-        ".position = int32_t(sequence.tokens.size()),\n                .top = request.top_logprobs,",
-        ".position = int32_t(sequence.tokens.size()),\n                .top = 0,"),
+        ".position = sequence.known() + sequence.pending,\n                .top = request.top_logprobs,",
+        ".position = sequence.known() + sequence.pending,\n                .top = 0,"),
+    "slot freed with a row still out": (
+        SCHEDULER,
+        "    if (sequence->rows_out > 0) return false;\n    release(*sequence);\n",
+        "    if (sequence->slot >= 0) release(*sequence);\n    sequence->slot = -1;\n"
+        "    if (sequence->rows_out > 0) return false;\n"),
+    "sequence forgotten with a row still out": (
+        SCHEDULER,
+        "    if (sequence->rows_out > 0) return false;\n",
+        "    if (sequence->rows_out > 1) return false;\n"),
+    "row in vain told": (
+        SCHEDULER,
+        "    if (sequence.told) continue;  // the row was in vain\n",
+        ""),
+    "row given beyond the known length": (
+        SCHEDULER,
+        "return !finish && asked() < request.new_tokens;",
+        "return !finish && drawn() < request.new_tokens;"),
+    "stop tokens forbidden one draw late when ahead": (
+        SCHEDULER,
+        "sequence.asked() < request.min_tokens",
+        "sequence.drawn() < request.min_tokens"),
+    "token of a neighbour's draw": (
+        SCHEDULER,
+        "drawn_for(sequence.last_draw)",
+        "drawn_for(sequence.last_draw - (sequence.last_draw > 2))"),
+    "position of a draw ahead off by one": (
+        SCHEDULER,
+        ".position = sequence.known() + sequence.pending,",
+        ".position = sequence.known(),"),
+    "token that the edits do not know not counted": (
+        SCHEDULER,
+        ".counts_last = sequence.pending > 0 && sequence.edits.penalise()};",
+        ".counts_last = false};"),
+    "token that the edits know counted twice": (
+        SCHEDULER,
+        ".counts_last = sequence.pending > 0 && sequence.edits.penalise()};",
+        ".counts_last = sequence.drawn() > 0 && sequence.edits.penalise()};"),
+    "steps committed in the wrong order": (
+        SCHEDULER,
+        "const StepBatch& batch = batches_[oldest_];",
+        "const StepBatch& batch = batches_[(oldest_ + out_ - 1) % kStepsOut];"),
+    "those told their end fill the queue": (
+        SCHEDULER,
+        "if (int64_t(sequences_.size()) - told_ >= live_max)",
+        "if (int64_t(sequences_.size()) >= live_max)"),
 }
