@@ -62,15 +62,33 @@ __device__ float value_of(uint64_t key) {
   return __uint_as_float(ordered & 0x80000000u ? ordered & 0x7fffffffu : ~ordered);
 }
 
+// Calls use(i, logits[i]) for i = begin, begin + step .. below end, with eight loads on their way
+// at a time: one after the other each would wait for the cache.
+template <int step, typename Use>
+__device__ void each_logit(const float* logits, int begin, int end, const Use& use) {
+  constexpr int kLoads = 8;
+  for (int base = begin; base < end; base += kLoads * step) {
+    float logit[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      logit[j] = base + j * step < end ? logits[base + j * step] : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      if (base + j * step < end) use(base + j * step, logit[j]);
+    }
+  }
+}
+
 // The key of the largest logit below `below`; 0 when there is none.
 __device__ uint64_t largest_below(const float* logits, int vocab, uint64_t below,
                                   Scratch& scratch) {
   uint64_t most = 0;
-  for (int i = threadIdx.x; i < vocab; i += kThreads) {
-    if (!isfinite(logits[i])) continue;
-    const uint64_t key = key_of(logits[i], i);
+  each_logit<kThreads>(logits, threadIdx.x, vocab, [&](int i, float logit) {
+    if (!isfinite(logit)) return;
+    const uint64_t key = key_of(logit, i);
     if (key < below && key > most) most = key;
-  }
+  });
   return block_max(most, scratch);
 }
 
@@ -88,7 +106,8 @@ struct Candidates {
   __device__ float log_weight(int i) const { return (logits[i] - most) / temperature; }
   __device__ float weight(int i) const { return expf(log_weight(i)); }
   // The weight as a whole number: what is below 2^-40 of the largest logit's is never drawn.
-  __device__ Units units(int i) const { return __float2ull_rz(weight(i) * 0x1p40f); }
+  __device__ static Units units_of(float weight) { return __float2ull_rz(weight * 0x1p40f); }
+  __device__ Units units(int i) const { return units_of(weight(i)); }
   __device__ uint64_t key(int i) const { return key_of(logits[i], i); }
   __device__ float typicality(int i) const {
     return fmaxf(-fabsf(log_total - log_weight(i) - entropy), -FLT_MAX);
@@ -284,6 +303,49 @@ __device__ void filter(Candidates& set, const Sampling& how, Scratch& scratch) {
   }
 }
 
+// The first token, by id, with which the units of all up to it exceed share * (those of all
+// tokens); -1: none, as rounding left the goal at the sum. For sets that only min_p has cut.
+__device__ int first_beyond(const Candidates& set, double share, Scratch& scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int run = ((set.vocab - 1) / kThreads + 1) * 32;  // tokens of a warp
+  const int begin = min(warp * run, set.vocab), end = min(begin + run, set.vocab);
+  const auto units = [&](float logit) {
+    const float weight = expf((logit - set.most) / set.temperature);
+    return isfinite(logit) && weight >= set.least_weight ? set.units_of(weight) : Units(0);
+  };
+  Units sum = 0;
+  each_logit<32>(set.logits, begin + lane, end, [&](int, float logit) { sum += units(logit); });
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  __syncthreads();  // the scratch of the last use has been read
+  if (threadIdx.x == 0) scratch.found = -1;
+  if (lane == 0) scratch.key[warp] = sum;
+  __syncthreads();  // every warp's sum is there
+  Units before = 0, all = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) before += scratch.key[w];
+    all += scratch.key[w];
+  }
+  const double goal = share * double(all);
+  if (double(before) <= goal && double(before + sum) > goal) {  // in one warp at most
+    for (int base = begin; base < end; base += 32) {
+      Units up_to = base + lane < end ? units(set.logits[base + lane]) : Units(0);
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const Units lower = __shfl_up_sync(0xffffffffu, up_to, step);
+        if (lane >= step) up_to += lower;
+      }
+      const unsigned beyond = __ballot_sync(0xffffffffu, double(before + up_to) > goal);
+      if (beyond != 0) {
+        if (lane == 0) scratch.found = base + __ffs(int(beyond)) - 1;
+        break;
+      }
+      before += __shfl_sync(0xffffffffu, up_to, 31);
+    }
+  }
+  __syncthreads();  // the token is found
+  return scratch.found;
+}
+
 // `most`: the key of the largest logit.
 __device__ int draw(const float* logits, int vocab, const Sampling& how, int32_t position,
                     uint64_t most, Scratch& scratch) {
@@ -292,12 +354,15 @@ __device__ int draw(const float* logits, int vocab, const Sampling& how, int32_t
   Candidates set{.logits = logits, .vocab = vocab, .most = value_of(most),
                  .temperature = how.temperature};
   filter(set, how, scratch);
+  const double share = uniform(how.seed, position);
   // From the most likely one on where a filter has put them in order, else from the first.
-  const bool in_order = how.top_k > 0 || how.typical_p < 1 || how.top_p < 1;
-  const auto value = [&](int i) { return in_order ? logits[i] : 0.0f; };
+  if (how.top_k == 0 && how.typical_p >= 1 && how.top_p >= 1) {
+    const int token = first_beyond(set, share, scratch);
+    return token >= 0 ? token : token_of(most);
+  }
   const uint64_t key =
-      reach(set, true, scratch, [&](double sum) { return uniform(how.seed, position) * sum; },
-            value, [&](int i) { return set.units(i); });
+      reach(set, true, scratch, [&](double sum) { return share * sum; },
+            [&](int i) { return logits[i]; }, [&](int i) { return set.units(i); });
   return token_of(key != 0 ? key : most);  // rounding left the goal at the sum
 }
 
@@ -343,60 +408,37 @@ struct Edits {
   __device__ LogitEdit of_last() const { return {.token = last, .generated = 1, .seen = true}; }
 };
 
-__global__ __launch_bounds__(kThreads) void sample_kernel(const __grid_constant__ Sample op) {
-  let_successor_start();
-  wait_for_predecessor();
-  __shared__ Scratch scratch;
-  __shared__ float raw;
-  const int output = blockIdx.x, vocab = op.vocab;
-  float* logits = at(op.logits, output);
-  const Sampling how = op.sampling[output];
-
-  const uint64_t most = largest_below(logits, vocab, ~uint64_t(0), scratch);
-  const float largest = most == 0 ? 0.0f : value_of(most);
-  double sum = 0;
-  for (int i = threadIdx.x; i < vocab; i += kThreads) sum += expf(logits[i] - largest);
-  sum = block_sum(sum, scratch);
-  // A NaN or +inf among the logits shows in the sum: then this is no distribution.
-  const bool usable = most != 0 && isfinite(sum);
-  const auto logprob = [&](float logit) {
-    return isfinite(logit) ? float(double(logit) - (double(largest) + log(sum))) : -INFINITY;
-  };
-
-  uint64_t below = usable ? ~uint64_t(0) : 0;
-  for (int j = 0; j < Sample::kTop; ++j) {
-    const bool wanted = j < op.top[output] && below != 0;
-    if (wanted) below = largest_below(logits, vocab, below, scratch);
-    if (threadIdx.x == 0) {
-      const bool there = wanted && below != 0;
-      op.top_token[output * Sample::kTop + j] = there ? token_of(below) : -1;
-      op.top_logprob[output * Sample::kTop + j] = there ? logprob(value_of(below)) : -INFINITY;
-    }
+// The most likely tokens of the model's own distribution. `below`: 0 when it has none.
+template <typename Logprob>
+__device__ void report_top(const Sample& op, int row, uint64_t below, Scratch& scratch,
+                           const Logprob& logprob) {
+  Token* token = op.top_token + row * Sample::kTop;
+  float* score = op.top_logprob + row * Sample::kTop;
+  if (threadIdx.x < Sample::kTop) {
+    token[threadIdx.x] = -1;
+    score[threadIdx.x] = -INFINITY;
   }
+  for (int j = 0; j < op.top[row] && below != 0; ++j) {
+    below = largest_below(at(op.logits, row), op.vocab, below, scratch);
+    if (threadIdx.x != 0 || below == 0) continue;
+    token[j] = token_of(below);
+    score[j] = logprob(value_of(below));
+  }
+}
 
-  int token = op.target[output];
-  if (!usable) {
-    if (threadIdx.x == 0) {
-      op.token[output] = -1;
-      op.logprob[output] = 0;
-    }
-    return;
-  }
-  if (token >= 0) {
-    if (threadIdx.x == 0) {
-      op.token[output] = token;
-      op.logprob[output] = logprob(logits[token]);
-    }
-    return;
-  }
-  const Edits edits(op, output);
+// Draws from the edited logits, of which `most` was the largest key before. `raw` becomes the drawn
+// token's logit as it was.
+__device__ int draw_edited(const Sample& op, int row, const Sampling& how, uint64_t most,
+                           float& raw, Scratch& scratch) {
   __shared__ bool listed;
+  float* logits = at(op.logits, row);
+  const Edits edits(op, row);
   if (threadIdx.x == 0) listed = edits.last < 0;
   __syncthreads();  // the model's own logits have been read
   for (int i = edits.begin + int(threadIdx.x); i < edits.end; i += kThreads) {
     const LogitEdit edit = edits.at(i);
     logits[edit.token] = edited(logits[edit.token], edit, how);
-    if (edit.token == edits.last) listed = true;  // one thread at most
+    if (edit.token == edits.last) listed = true;
   }
   __syncthreads();  // the edits are made
   const bool adds = !listed;
@@ -404,9 +446,10 @@ __global__ __launch_bounds__(kThreads) void sample_kernel(const __grid_constant_
     logits[edits.last] = edited(logits[edits.last], edits.of_last(), how);
   }
   __syncthreads();  // that of the last token, too
-  const bool changed = edits.begin != edits.end || adds;
-  const uint64_t key = changed ? largest_below(logits, vocab, ~uint64_t(0), scratch) : most;
-  token = draw(logits, vocab, how, op.position[output], key, scratch);
+  if (edits.begin != edits.end || adds) {
+    most = largest_below(logits, op.vocab, ~uint64_t(0), scratch);
+  }
+  const int token = draw(logits, op.vocab, how, op.position[row], most, scratch);
   if (threadIdx.x == 0) raw = token >= 0 ? logits[token] : -INFINITY;
   __syncthreads();  // the drawn token's logit is there
   for (int i = edits.begin + int(threadIdx.x); i < edits.end; i += kThreads) {
@@ -414,9 +457,41 @@ __global__ __launch_bounds__(kThreads) void sample_kernel(const __grid_constant_
   }
   if (adds && token == edits.last && threadIdx.x == 0) raw = unedited(raw, edits.of_last(), how);
   __syncthreads();  // its edit is undone
+  return token;
+}
+
+__global__ __launch_bounds__(kThreads) void sample_kernel(const __grid_constant__ Sample op) {
+  let_successor_start();
+  wait_for_predecessor();
+  __shared__ Scratch scratch;
+  __shared__ float raw;
+  const int row = blockIdx.x;
+  const float* logits = at(op.logits, row);
+  const Sampling how = op.sampling[row];
+
+  const uint64_t most = largest_below(logits, op.vocab, ~uint64_t(0), scratch);
+  const float largest = most == 0 ? 0.0f : value_of(most);
+  double sum = 0;
+  each_logit<kThreads>(logits, threadIdx.x, op.vocab,
+                       [&](int, float logit) { sum += expf(logit - largest); });
+  sum = block_sum(sum, scratch);
+  // A NaN or +inf among the logits shows in the sum: then this is no distribution.
+  const bool usable = most != 0 && isfinite(sum);
+  const auto logprob = [&](float logit) {
+    return isfinite(logit) ? float(double(logit) - (double(largest) + log(sum))) : -INFINITY;
+  };
+  report_top(op, row, usable ? ~uint64_t(0) : 0, scratch, logprob);
+
+  int token = -1;
+  float score = 0;
+  if (usable) {
+    const Token target = op.target[row];
+    token = target >= 0 ? target : draw_edited(op, row, how, most, raw, scratch);
+    score = target >= 0 ? logprob(logits[target]) : token >= 0 ? logprob(raw) : -INFINITY;
+  }
   if (threadIdx.x == 0) {
-    op.token[output] = token;
-    op.logprob[output] = token >= 0 ? logprob(raw) : -INFINITY;
+    op.token[row] = token;
+    op.logprob[row] = score;
   }
 }
 
