@@ -296,10 +296,14 @@ void start(const Attention& op, Context& context) {
 
 }  // namespace
 
+const char* refusal(const Attention& op) {
+  return op.head_dim <= kHeadDimMost ? nullptr : "attention of heads with more than 256 numbers";
+}
+
 void run(const Attention& op, Context& context) {
   if (op.rows.count == 0 || op.rows.tokens == 0) return;
   WEIR_CHECK(op.heads % op.kv_heads == 0);
-  WEIR_CHECK(op.head_dim <= kHeadDimMost);
+  WEIR_CHECK(refusal(op) == nullptr);
   WEIR_CHECK(op.rope_theta <= 0 || op.head_dim % 2 == 0);
   WEIR_CHECK(op.rows.count <= 65535);
   if (op.head_dim <= 32) return start<1>(op, context);

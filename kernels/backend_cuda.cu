@@ -16,15 +16,22 @@ constexpr size_t kAlign = 256;
 constexpr size_t kPinnedBytes = size_t(8) << 20;  // each way, of each lane
 constexpr size_t kGraphsKept = 256;
 
+std::string mib(size_t bytes) {
+  constexpr size_t kMib = 1 << 20;
+  return std::to_string(bytes / kMib) + "." + std::to_string(bytes % kMib * 10 / kMib) + " MiB";
+}
+
 void* device_memory(size_t bytes) {
   void* data = nullptr;
   const cudaError_t error = cudaMalloc(&data, bytes);
-  if (error != cudaSuccess) {
-    const std::string what = "CUDA: no room for " + std::to_string(bytes) + " bytes: " +
-                             cudaGetErrorString(error);
-    die(__FILE__, __LINE__, what.c_str());
-  }
-  return data;
+  if (error == cudaSuccess) return data;
+  if (error != cudaErrorMemoryAllocation) cuda::broken(__FILE__, __LINE__, error);
+  size_t free = 0, all = 0;
+  WEIR_CUDA_CHECK(cudaMemGetInfo(&free, &all));
+  const std::string what = "CUDA: no room for " + mib(bytes) + " (" + std::to_string(bytes) +
+                           " bytes), " + mib(free) + " of " + mib(all) + " are free: " +
+                           cudaGetErrorString(error);
+  give_up(what.c_str());
 }
 
 // Device memory that is only ever handed out, piece after piece, so that tensors adopted one after
@@ -172,7 +179,8 @@ DeviceInfo CudaBackend::info() const {
   size_t free = 0, all = 0;
   WEIR_CUDA_CHECK(cudaMemGetInfo(&free, &all));
   return {.name = std::string(properties_.name) + ", CUDA " + std::to_string(properties_.major) +
-                  "." + std::to_string(properties_.minor),
+                  "." + std::to_string(properties_.minor) +
+                  (context_.keep_low ? "" : ", bf16 vectors"),
           .memory_bytes = all,
           .free_bytes = free};
 }
@@ -232,23 +240,19 @@ void CudaBackend::copy(void* target, const void* source, size_t bytes) {
 
 const char* CudaBackend::unserved(const Program& program) const {
   for (const Op& op : program) {
-    const auto* const mix = std::get_if<DeltaMix>(&op);
-    // These have kernels and tests, but no device has run them yet.
-    if (mix && !mix->norm_output) return "delta_mix without a norm of its answers";
-    const auto* const attention = std::get_if<Attention>(&op);
-    if (attention && attention->forgets) return "attention with a forget gate";
-    if (attention && attention->norm_per_head) return "attention with a norm for each head";
-    if (std::holds_alternative<MemoryRoute>(op)) return name(op);
-    // These have none.
-    if (mix && (mix->values_ready || mix->emits)) return "delta_mix with cross-layer routing";
-    if (mix && !mix->erases) return "delta_mix that erases nothing";
-    if (mix && mix->qk_norm == QkNorm::L2Max) return "delta_mix with the norm l2_max";
     const bool served = std::visit(
         [](const auto& o) {
           return requires(cuda::Context & context) { cuda::run(o, context); };
         },
         op);
     if (!served) return name(op);
+    const char* const refused = std::visit(
+        [](const auto& o) -> const char* {
+          if constexpr (requires { cuda::refusal(o); }) return cuda::refusal(o);
+          return nullptr;
+        },
+        op);
+    if (refused != nullptr) return refused;
   }
   return nullptr;
 }
@@ -356,6 +360,18 @@ void CudaBackend::await(uint64_t mark) {
   }
 }
 
+// Does nothing: a build that has no code for the device cannot find it there.
+__global__ void probe_kernel() {}
+
+// Why a device cannot run our kernels, in CUDA's words.
+cudaError_t start(int device) {
+  cudaFuncAttributes found;
+  cudaError_t error = cudaSetDevice(device);
+  if (error == cudaSuccess) error = cudaFree(nullptr);  // begins a context
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&found, probe_kernel);
+  return error;
+}
+
 }  // namespace
 
 int cuda_device_count() {
@@ -365,15 +381,18 @@ int cuda_device_count() {
 
 std::unique_ptr<Backend> make_cuda_backend(int device, std::string* error,
                                            const CudaOptions& options) {
-  const int count = cuda_device_count();
+  const std::string name = "CUDA device " + std::to_string(device) + ": ";
+  int count = 0;
+  const cudaError_t counted = cudaGetDeviceCount(&count);
+  if (counted != cudaSuccess) count = 0;
   if (device < 0 || device >= count) {
-    *error = "CUDA device " + std::to_string(device) + ": expected one of the " +
-             std::to_string(count) + " that the driver shows";
+    *error = name + "expected one of the " + std::to_string(count) + " that the driver shows";
+    if (counted != cudaSuccess) *error += std::string(" (") + cudaGetErrorString(counted) + ")";
     return nullptr;
   }
-  const cudaError_t chosen = cudaSetDevice(device);
-  if (chosen != cudaSuccess) {
-    *error = "CUDA device " + std::to_string(device) + ": " + cudaGetErrorString(chosen);
+  const cudaError_t started = start(device);
+  if (started != cudaSuccess) {
+    *error = name + cudaGetErrorString(started);
     return nullptr;
   }
   return std::make_unique<CudaBackend>(device, options);

@@ -10,4 +10,9 @@ void die(const char* file, int line, const char* what) {
   std::abort();
 }
 
+void give_up(const char* what) {
+  std::fprintf(stderr, "%s\n", what);
+  std::_Exit(1);
+}
+
 }  // namespace weir

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <string>
 
 #include "kernels/check.h"
 #include "kernels/op.h"
@@ -11,11 +12,16 @@
   do {                                                                                 \
     const cudaError_t weir_error = (call);                                             \
     if (weir_error != cudaSuccess) {                                                   \
-      ::weir::die(__FILE__, __LINE__, cudaGetErrorString(weir_error));                 \
+      ::weir::cuda::broken(__FILE__, __LINE__, weir_error);                            \
     }                                                                                  \
   } while (0)
 
 namespace weir::cuda {
+
+// A device that is lost, or that our code has broken: nothing it holds can be trusted.
+[[noreturn]] inline void broken(const char* file, int line, cudaError_t error) {
+  die(file, line, (std::string("CUDA: ") + cudaGetErrorString(error)).c_str());
+}
 
 class MatrixProducts;  // linear_large_cuda.cu
 
@@ -88,9 +94,19 @@ void run(const Elementwise& op, Context& context);
 void run(const FeatureMap& op, Context& context);
 void run(const HeadNorm& op, Context& context);
 void run(const Attention& op, Context& context);
+void run(const HeadDot& op, Context& context);
+void run(const ValueRoute& op, Context& context);
+void run(const RouteSignal& op, Context& context);
 void run(const MemoryRoute& op, Context& context);
 void run(const MemoryMerge& op, Context& context);
 void run(const Sample& op, Context& context);
+
+// Why an op of these sizes has no kernel, as a user reads it; null: it has one.
+const char* refusal(const DeltaMix& op);
+const char* refusal(const SwilaMix& op);
+const char* refusal(const OuterStep& op);
+const char* refusal(const FeatureMap& op);
+const char* refusal(const Attention& op);
 
 // A Linear with a range of tokens.
 void run_range(const Linear& op, Context& context);

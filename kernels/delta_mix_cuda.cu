@@ -9,10 +9,11 @@ namespace {
 
 using namespace delta;
 
-// For few heads, and for rows of several tokens. A cluster of `slices` blocks per (key head, row)
-// runs the mixer over the row's tokens, for each of the key head's value heads in turn; each block
-// has its share of the state's rows (of the values), so that one sequence keeps many
-// multiprocessors busy. The copy engine brings a share into shared memory and takes it back.
+// For few heads, for rows of several tokens, and for all that cross-layer routing asks for. A
+// cluster of `slices` blocks per (key head, row) runs the mixer over the row's tokens, for each of
+// the key head's value heads in turn; each block has its share of the state's rows (of the values),
+// so that one sequence keeps many multiprocessors busy. The copy engine brings a share into shared
+// memory and takes it back.
 //
 // Every block of a cluster prepares the whole q and k for itself; only the sum of squares of the
 // gated norm is exchanged, in parts of kPart values that are added in order: the answer does not
@@ -88,6 +89,21 @@ __device__ inline void finish(const DeltaMix& op, const Place& place, const Vect
   }
 }
 
+// What cross-layer routing takes and gives, of the slice's value v: the residual that was written,
+// and what is added to the answer.
+__device__ inline int64_t column_of(const DeltaMix& op, const Place& place, int v) {
+  return int64_t(place.value_head) * op.value_dim + place.value0 + v;
+}
+__device__ inline void emit(const DeltaMix& op, const Place& place, int v, float residual) {
+  if (!op.emits) return;
+  at(op.emitted, place.begin + place.token)[column_of(op, place, v)] = residual;
+}
+template <bool kRouted>
+__device__ inline float added(const DeltaMix& op, const Place& place, int v) {
+  if (!kRouted || op.answer_add.data == nullptr) return 0;
+  return at(op.answer_add, place.begin + place.token)[column_of(op, place, v)];
+}
+
 // The slice's rows of a head's state in shared memory, each of kParts * 32 elements; a thread works
 // on kRows of them at one time.
 template <int kParts, int kRows>
@@ -142,8 +158,10 @@ struct HeldState {
     if (threadIdx.x == 0) bulk_stores_read<0>();
   }
 
-  __device__ void step(const DeltaMix& op, const Vectors& x, int values) {
+  template <bool kRouted>
+  __device__ void step(const DeltaMix& op, const Place& place, const Vectors& x) {
     constexpr int K = kParts * 32;
+    const int values = place.values;
     const int lane = threadIdx.x % kLanes * 4;
     const auto part = [&](const float* vector, int j) {
       return *reinterpret_cast<const float4*>(vector + j * 32 + lane);
@@ -169,7 +187,9 @@ struct HeldState {
       for (int r = 0; r < kRows; ++r) {
         const float all = k_scale * sum_over_lanes<kLanes>(recalled[r]);
         const bool valid = first + r * kGroups < values;
-        recalled[r] = valid ? (x.v[first + r * kGroups] - all) * k_scale : 0.0f;
+        const float u = valid ? x.v[first + r * kGroups] - all : 0.0f;
+        if (kRouted && valid && lane == 0) emit(op, place, first + r * kGroups, u);
+        recalled[r] = u * k_scale;
       }
 #pragma unroll
       for (int j = 0; j < kParts; ++j) {
@@ -184,8 +204,8 @@ struct HeldState {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         answer[r] = sum_over_lanes<kLanes>(answer[r]) * q_scale;
-        const bool valid = first + r * kGroups < values;
-        if (valid && lane == 0) x.out[first + r * kGroups] = answer[r];
+        const int v = first + r * kGroups;
+        if (v < values && lane == 0) x.out[v] = answer[r] + added<kRouted>(op, place, v);
       }
     }
   }
@@ -205,8 +225,9 @@ struct StreamedState {
   __device__ void wait(bool) const {}
   __device__ void store(float*) const {}
   __device__ void stored() const {}
-  __device__ void step(const DeltaMix& op, const Vectors& x, int values) {
-    const int K = op.key_dim, lane = threadIdx.x % kLanes;
+  template <bool kRouted>
+  __device__ void step(const DeltaMix& op, const Place& place, const Vectors& x) {
+    const int K = op.key_dim, lane = threadIdx.x % kLanes, values = place.values;
     const float k_scale = head_scale(op.qk_norm, x.k, K);
     const float q_scale = head_scale(op.qk_norm, x.q, K) / sqrtf(float(K));
     // Every lane goes through the same number of rows: the sums need all lanes of a warp.
@@ -221,7 +242,8 @@ struct StreamedState {
       }
       recalled = sum_over_lanes<kLanes>(recalled) * k_scale;
       if (valid) {
-        const float u = (x.v[v] - recalled) * k_scale;
+        const float residual = x.v[v] - recalled, u = residual * k_scale;
+        if (kRouted && lane == 0) emit(op, place, v, residual);
 #pragma unroll 8
         for (int i = lane; i < K; i += kLanes) {
           const float next = (zero ? 0.0f : row[i] * x.decay[i]) + u * x.k[i];
@@ -230,13 +252,13 @@ struct StreamedState {
         }
       }
       answer = sum_over_lanes<kLanes>(answer) * q_scale;
-      if (valid && lane == 0) x.out[v] = answer;
+      if (valid && lane == 0) x.out[v] = answer + added<kRouted>(op, place, v);
     }
     zero = false;
   }
 };
 
-template <typename State, int kWidth>
+template <typename State, int kWidth, bool kRouted>
 __global__ __launch_bounds__(kThreads, kBlocks) void delta_mix_kernel(
     const __grid_constant__ DeltaMix op, bool fresh_state, int slices, int tokens_most) {
   extern __shared__ float4 shared[];
@@ -265,7 +287,9 @@ __global__ __launch_bounds__(kThreads, kBlocks) void delta_mix_kernel(
               .begin = begin,
               .fresh = op.rows.first[row] == 0,
               .history = op.history.data == nullptr ? nullptr : at(op.history, slot),
-              .channels = 2 * all_keys + int64_t(op.value_heads) * op.value_dim};
+              .channels = 2 * all_keys};
+  // Values that are ready have their history elsewhere.
+  if (!kRouted || !op.values_ready) place.channels += int64_t(op.value_heads) * op.value_dim;
   State held;
   held.open(space, &barrier, values);
   if (!fresh_state) wait_for_predecessor();
@@ -280,7 +304,7 @@ __global__ __launch_bounds__(kThreads, kBlocks) void delta_mix_kernel(
       bool waits = fresh_state && i == 0 && place.token == 0;
       const int all = 2 * op.key_dim + values, thread = threadIdx.x;
       for (int channels = thread; channels - thread < all; channels += 3 * kThreads) {
-        Pass<kWidth, kThreads, 3> pass;
+        Pass<kWidth, kThreads, 3, kRouted> pass;
         pass.load(op, place, channels, waits);
         pass.make(op, place, channels, x, last);
         waits = false;
@@ -288,7 +312,7 @@ __global__ __launch_bounds__(kThreads, kBlocks) void delta_mix_kernel(
       const Late late = late_factors(op, place, threadIdx.x);
       __syncthreads();  // the token's vectors are there, and the copy's barrier
       if (place.token == 0) held.wait(place.fresh);
-      held.step(op, x, values);
+      held.template step<kRouted>(op, place, x);
       publish_to_copy_engine();
       __syncthreads();  // the slice's answer is there, and the vectors may be overwritten
       if (last) held.store(state);
@@ -321,9 +345,14 @@ int slices_of(const DeltaMix& op, const Context& context) {
   return slices;
 }
 
-template <typename State, int kWidth>
+// Whether the op asks for what only cross-layer routing and its models ask for.
+bool routed(const DeltaMix& op) {
+  return op.values_ready || op.emits || op.answer_add || !op.erases;
+}
+
+template <typename State, int kWidth, bool kRouted>
 void start(const DeltaMix& op, Context& context, int slices, int tokens_most) {
-  const auto kernel = delta_mix_kernel<State, kWidth>;
+  const auto kernel = delta_mix_kernel<State, kWidth, kRouted>;
   const int values = op.value_dim / slices;
   const size_t shared =
       size_t((State::kHeld ? values * op.key_dim : 0) + vector_floats(op, values)) *
@@ -339,10 +368,13 @@ void start(const DeltaMix& op, Context& context, int slices, int tokens_most) {
 template <typename State>
 void start(const DeltaMix& op, Context& context, int slices, int tokens_most) {
   const auto aligned = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-  if (op.conv_width == 4 && aligned(op.conv_q) && aligned(op.conv_k) && aligned(op.conv_v)) {
-    start<State, 4>(op, context, slices, tokens_most);
+  if (routed(op)) {
+    start<State, 0, true>(op, context, slices, tokens_most);
+  } else if (op.conv_width == 4 && aligned(op.conv_q) && aligned(op.conv_k) &&
+             aligned(op.conv_v)) {
+    start<State, 4, false>(op, context, slices, tokens_most);
   } else {
-    start<State, 0>(op, context, slices, tokens_most);
+    start<State, 0, false>(op, context, slices, tokens_most);
   }
 }
 
@@ -357,25 +389,31 @@ void start_held(const DeltaMix& op, Context& context, int slices, int tokens_mos
 
 }  // namespace
 
+const char* refusal(const DeltaMix& op) {
+  if (op.value_dim > kPart * kPartsMost) return "delta_mix of heads with more than 1,024 values";
+  const bool fits = vector_floats(op, op.value_dim) * sizeof(float) <= 96 * 1024;
+  return fits ? nullptr : "delta_mix of heads whose vectors and histories take more than 96 KiB";
+}
+
 void run(const DeltaMix& op, Context& context) {
   if (op.rows.count == 0) return;
   WEIR_CHECK(op.value_heads % op.key_heads == 0);
-  WEIR_CHECK(op.rows.count <= 65535);
-  WEIR_CHECK(op.value_dim <= kPart * kPartsMost);
-  WEIR_CHECK(vector_floats(op, op.value_dim) * sizeof(float) <= 96 * 1024);
+  WEIR_CHECK(op.rows.count <= 65535 && refusal(op) == nullptr);
   constexpr int kHeldMost = 128 * 1024;  // bytes of a slice; larger ones stay where they are
   const bool aligned =
       op.state.stride % 4 == 0 && reinterpret_cast<uintptr_t>(op.state.data) % 16 == 0;
   int tokens_most = INT_MAX;  // longer rows have been run already
   const int longest = op.rows.tokens - op.rows.count + 1;  // at most, if no row is empty
+  const bool plain = op.norm_output && !routed(op);
   // The chunk kernel norms what it answers, and knows its rows when it starts.
-  const bool chunks = op.norm_output && !op.rows.computed && longest > kStepTokensMost;
+  const bool chunks = plain && op.qk_norm != QkNorm::L2Max && !op.rows.computed &&
+                      longest > kStepTokensMost;
   if (chunks && run_chunks(op, context)) {
     if (op.rows.count == 1) return;
     tokens_most = kStepTokensMost;
   }
   const bool many = op.rows.count * op.value_heads >= kStreamHeads;
-  if (longest == 1 && many && op.norm_output && streams(op, context)) {
+  if (longest == 1 && many && plain && streams(op, context)) {
     return run_stream(op, context);
   }
   const int slices = slices_of(op, context);

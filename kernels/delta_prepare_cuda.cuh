@@ -126,7 +126,7 @@ struct Raw<0> {
                                     int kept_stride) const {
     const Channel c = channel(op, place, i);
     const int width = op.conv_width;
-    if (width == 0) return *c.now;
+    if (width == 0 || (op.values_ready && i >= 2 * op.key_dim)) return *c.now;
     float sum = read(c.bias);
     for (int j = 0; j < width; ++j) {
       const int back = width - 1 - j;
@@ -152,9 +152,11 @@ __device__ inline float decay_of(const DeltaMix& op, float a, float x) {
 }
 
 // kAtOnce of a thread's channels, `first`, `first` + kThreads ... below 2 key_dim + values: loaded,
-// and some time later made into q, k, decay, erase and v.
-template <int kWidth, int kThreads, int kAtOnce>
+// and some time later made into q, k, decay, erase and v. Only with kRouted may values be ready,
+// and may nothing be erased.
+template <int kWidth, int kThreads, int kAtOnce, bool kRouted = false>
 struct Pass {
+  static_assert(!kRouted || kWidth == 0, "Raw of a width would convolve values that are ready");
   Raw<kWidth> raw[kAtOnce];
   float decay_a, beta_in;
 
@@ -181,11 +183,14 @@ struct Pass {
                               bool keeps) const {
     const int K = op.key_dim, all = 2 * K + place.values;
     const float beta = op.beta_scale * (op.beta.data == nullptr ? 1.0f : sigmoid(beta_in));
+    const bool erases = !kRouted || op.erases;
+    const Activation of_values =
+        kRouted && op.values_ready ? Activation::None : Activation::Silu;
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       const int i = first + u * kThreads;
       if (i >= all) continue;
-      const float x = apply(i < 2 * K ? op.qk_activation : Activation::Silu,
+      const float x = apply(i < 2 * K ? op.qk_activation : of_values,
                             raw[u].convolved(op, place, i, keeps ? s.kept + i : nullptr, all));
       const float gate = sigmoid(raw[u].gate);
       if (i < K) {
@@ -193,9 +198,10 @@ struct Pass {
         s.decay[i] = decay_of(op, decay_a, raw[u].gate + raw[u].shift);
       } else if (i < 2 * K) {
         s.k[i - K] = x;
-        s.erase[i - K] = x * (op.erase.data == nullptr ? beta : op.beta_scale * gate);
+        s.erase[i - K] =
+            erases ? x * (op.erase.data == nullptr ? beta : op.beta_scale * gate) : 0.0f;
       } else {
-        s.v[i - 2 * K] = x * (op.write.data == nullptr ? beta : gate);
+        s.v[i - 2 * K] = erases ? x * (op.write.data == nullptr ? beta : gate) : x;
       }
     }
   }
@@ -204,20 +210,21 @@ struct Pass {
 // What normalises a head's q or k: every warp finds it for itself.
 __device__ inline float head_scale(QkNorm norm, const float* x, int K) {
   float sum = 0;
-  for (int i = threadIdx.x % 32; i < K; i += 32) sum += norm == QkNorm::L2 ? x[i] * x[i] : x[i];
+  for (int i = threadIdx.x % 32; i < K; i += 32) sum += norm == QkNorm::Sum ? x[i] : x[i] * x[i];
   sum = sum_over_lanes(sum);
+  if (norm == QkNorm::L2Max) return 1.0f / fmaxf(sqrtf(sum), 1e-6f);
   return norm == QkNorm::L2 ? 1.0f / sqrtf(sum + 1e-6f) : 1.0f / sum;
 }
 
-// What prepare() kept becomes the history, once every block of the cluster has read the old one.
+// What make() kept becomes the history, once every block of the cluster has read the old one.
 // q's and k's channels are divided among the blocks, and wait for the last value head that reads
-// them.
+// them. Values that are ready have none.
 template <int kThreads>
 __device__ inline void remember(const DeltaMix& op, const Place& place, const Vectors& s,
                                 int thread, bool last_head, int slice, int slices) {
   const int K = op.key_dim, all = 2 * K + place.values;
   for (int i = thread; i < all; i += kThreads) {
-    if (i < 2 * K && (!last_head || i / 32 % slices != slice)) continue;
+    if (i < 2 * K ? !last_head || i / 32 % slices != slice : op.values_ready) continue;
     float* past = channel(op, place, i).past;
     for (int h = 0; h + 1 < op.conv_width; ++h) past[h * place.channels] = s.kept[h * all + i];
   }

@@ -14,7 +14,7 @@ namespace weir {
 struct DepthAttention {
   int32_t tokens = 0, groups = 1, dim = 0;
   float eps = 0;
-  const float* query = nullptr;   // [groups * dim]
+  const float* query = nullptr;   // [groups * dim]; not read when there is one source
   int32_t count = 0;              // sources
   Acts sources;                   // of source 0: [tokens, groups * dim]
   int64_t source_stride = 0;      // floats from one source to the next

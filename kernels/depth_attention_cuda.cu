@@ -15,8 +15,14 @@ __global__ __launch_bounds__(kThreads) void depth_attention_kernel(
   let_successor_start();
   wait_for_predecessor();
   const int64_t token = blockIdx.x, group = blockIdx.y;
-  const float* const query = op.query + group * op.dim;
   const float* const first = at(op.sources, token) + group * op.dim;
+  if (op.count == 1) {  // and there may be no query
+    for (int i = threadIdx.x; i < op.dim; i += kThreads) {
+      at(op.out, token)[group * op.dim + i] = first[i];
+    }
+    return;
+  }
+  const float* const query = op.query + group * op.dim;
   for (int s = 0; s < op.count; ++s) {
     const float* const x = first + s * op.source_stride;
     float squares = 0, product = 0;

@@ -90,13 +90,21 @@ __global__ __launch_bounds__(kThreads) void feature_map_kernel(
   }
 }
 
+size_t shared_bytes(const FeatureMap& op) {
+  return size_t(op.dim) * size_t(1 + FeatureMap::expansion(op.kind)) * sizeof(float);
+}
+
 }  // namespace
+
+const char* refusal(const FeatureMap& op) {
+  if (op.heads > 65535) return "feature_map of more than 65,535 heads";
+  return shared_bytes(op) <= 47 * 1024 ? nullptr : "feature_map of more than 47 KiB a head";
+}
 
 void run(const FeatureMap& op, Context& context) {
   if (op.tokens == 0) return;
-  const size_t shared =
-      size_t(op.dim) * size_t(1 + FeatureMap::expansion(op.kind)) * sizeof(float);
-  WEIR_CHECK(shared <= 47 * 1024 && op.heads <= 65535);
+  WEIR_CHECK(refusal(op) == nullptr);
+  const size_t shared = shared_bytes(op);
   launch(context,
          {.grid = dim3(op.tokens, op.heads), .block = dim3(kThreads), .shared = shared},
          feature_map_kernel, op);

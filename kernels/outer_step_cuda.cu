@@ -325,6 +325,10 @@ bool aligned(const OuterStep& op) {
 
 }  // namespace
 
+const char* refusal(const OuterStep& op) {
+  return op.key_dim <= 12 * 1024 ? nullptr : "outer_step of keys with more than 12,288 numbers";
+}
+
 void run(const OuterStep& op, Context& context) {
   if (op.rows.count == 0) return;
   WEIR_CHECK(op.rows.count <= 65535);
@@ -337,8 +341,8 @@ void run(const OuterStep& op, Context& context) {
     case 512: return start<32, 4>(op, context);
     default: break;
   }
+  WEIR_CHECK(refusal(op) == nullptr);
   const size_t shared = size_t(op.key_dim) * sizeof(float);
-  WEIR_CHECK(shared <= 48 * 1024);
   launch(context,
          {.grid = dim3(op.heads, op.rows.count), .block = dim3(kThreads), .shared = shared},
          outer_step_any_kernel, op);

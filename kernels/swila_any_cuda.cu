@@ -196,8 +196,8 @@ __global__ __launch_bounds__(kThreads) void swila_mix_any_kernel(
 }  // namespace
 
 void run_any(const SwilaMix& op, Context& context) {
+  WEIR_CHECK(refusal(op) == nullptr);
   const size_t shared = Vectors::bytes(op);
-  WEIR_CHECK(shared <= 200 * 1024);
   WEIR_CUDA_CHECK(cudaFuncSetAttribute(
       swila_mix_any_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
   launch(context,
@@ -206,3 +206,13 @@ void run_any(const SwilaMix& op, Context& context) {
 }
 
 }  // namespace weir::cuda::swila
+
+namespace weir::cuda {
+
+const char* refusal(const SwilaMix& op) {
+  return swila::Vectors::bytes(op) <= 200 * 1024
+             ? nullptr
+             : "swila_mix of heads whose vectors take more than 200 KiB";
+}
+
+}  // namespace weir::cuda

@@ -13,6 +13,8 @@ struct DeltaCase {
   bool beta = true, erase = false, gate = true, conv_bias = false;
   Activation qk_activation = Activation::Silu, gate_activation = Activation::Silu;
   QkNorm qk_norm = QkNorm::L2;
+  bool norm_output = true, erases = true;
+  bool values_ready = false, emits = false, answer_add = false;  // cross-layer routing
 };
 
 inline Program delta_program(Side& side, const DeltaCase& c, const Steps& steps) {
@@ -23,16 +25,17 @@ inline Program delta_program(Side& side, const DeltaCase& c, const Steps& steps)
               .k = side.acts(T, keys), .v = side.acts(T, values), .conv_width = c.conv,
               .qk_activation = c.qk_activation, .qk_norm = c.qk_norm, .decay = c.decay,
               .decay_heads = c.decay_heads, .lower_bound = c.lower_bound, .beta_scale = 1.7f,
+              .erases = c.erases, .norm_output = c.norm_output,
               .norm_weight = side.floats(size_t(c.value_dim)), .norm_eps = 1e-5f,
-              .gate_activation = c.gate_activation};
+              .gate_activation = c.gate_activation, .values_ready = c.values_ready};
   if (c.conv > 0) {
     op.conv_q = side.floats(size_t(keys * c.conv), 0.5f);
     op.conv_k = side.floats(size_t(keys * c.conv), 0.5f);
-    op.conv_v = side.floats(size_t(values * c.conv), 0.5f);
+    if (!c.values_ready) op.conv_v = side.floats(size_t(values * c.conv), 0.5f);
     if (c.conv_bias) {
       op.conv_q_bias = side.floats(size_t(keys));
       op.conv_k_bias = side.floats(size_t(keys));
-      op.conv_v_bias = side.floats(size_t(values));
+      if (!c.values_ready) op.conv_v_bias = side.floats(size_t(values));
     }
   }
   if (c.decay != Decay::None) {
@@ -52,8 +55,14 @@ inline Program delta_program(Side& side, const DeltaCase& c, const Steps& steps)
     op.beta = side.acts(T, c.value_heads);
   }
   if (c.gate) op.gate = side.acts(T, values);
+  if (c.answer_add) op.answer_add = side.acts(T, values);
+  if (c.emits) {
+    op.emits = true;
+    op.emitted = side.out(T, values, "emitted");
+  }
   const int64_t state = int64_t(c.value_heads) * c.value_dim * c.key_dim;
-  const int64_t history = int64_t(std::max(0, c.conv - 1)) * (2 * keys + values);
+  const int32_t kept = 2 * keys + (c.values_ready ? 0 : values);
+  const int64_t history = int64_t(std::max(0, c.conv - 1)) * kept;
   const int64_t stride = state + history + 32;  // a part of larger slots
   const auto slots = size_t(steps.slots() * stride);
   op.state = {side.floats(slots, 0.3f), stride};

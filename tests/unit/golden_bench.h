@@ -2,7 +2,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <memory>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +17,26 @@ namespace weir::test {
 
 // Feeds sequences through a checkpoint folder by hand, as tests against golden logits do.
 
+// The names of the folders that have golden logits, and where they lie.
+inline std::string golden_path(const std::string& name) {
+  return std::string(WEIR_SOURCE_DIR) + "/tests/vectors/" + name;
+}
+inline std::vector<std::string> golden_folders() {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(golden_path(""))) {
+    if (std::filesystem::exists(entry.path() / "golden.safetensors")) {
+      names.push_back(entry.path().filename().string());
+    }
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+// A name as gtest allows it.
+inline std::string test_name(std::string name) {
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+}
+
 template <typename T>
 std::vector<T> values(const Safetensors& file, const char* name) {
   const TensorView* tensor = file.find(name);
@@ -26,17 +48,19 @@ std::vector<T> values(const Safetensors& file, const char* name) {
 
 // A model with room for several sequences, and a runner on it.
 struct Bench {
-  explicit Bench(const std::string& folder, CpuOptions options = {})
+  explicit Bench(const std::string& folder, const CpuOptions& options = {})
+      : Bench(folder, make_cpu_backend(options)) {}
+  Bench(const std::string& folder, std::unique_ptr<Backend> device)
       : folder(folder),
-        backend(make_cpu_backend(options)),
+        backend(std::move(device)),
         model(*load_model(folder, *backend)),
         limits{.slots = 6, .pages = 6 * kPagesEach, .page_tokens = 7, .step_tokens = 96,
-               .chunk_tokens = 96, .prompt_tokens = 64, .new_tokens = 64,
+               .chunk_tokens = 96, .prompt_tokens = 64, .new_tokens = 216,
                .vocab = model.spec.vocab},
         pool(model.spec, limits, *backend),
         runner(model, pool, limits, *backend) {}
 
-  static constexpr int32_t kPagesEach = 10;
+  static constexpr int32_t kPagesEach = 40;  // 280 positions
 
   std::string folder;
   std::unique_ptr<Backend> backend;
@@ -101,6 +125,39 @@ inline double difference(const std::vector<float>& a, const std::vector<float>& 
     worst = std::isfinite(gap) ? std::max(worst, gap) : HUGE_VAL;
   }
   return worst;
+}
+
+// Four random days: six sequences of random lengths, alone in chunks of a random size, and then
+// side by side, cut at random. Calls check(together, alone) with the logits of each.
+template <typename Check>
+void in_company(Bench& bench, const Check& check) {
+  std::mt19937 random(11);
+  const auto pick = [&](int low, int high) {
+    return low + int(random() % uint32_t(high - low + 1));
+  };
+  for (int day = 0; day < 4; ++day) {
+    std::vector<Sequence> all;
+    std::vector<std::vector<float>> expected;
+    for (Slot slot = 0; slot < 6; ++slot) {
+      std::vector<Token> tokens(size_t(pick(1, 40)));
+      for (Token& token : tokens) token = pick(0, bench.model.spec.vocab - 1);
+      expected.push_back(alone(bench, tokens, pick(1, 40)));
+      all.emplace_back(slot, tokens);
+    }
+    while (!std::ranges::all_of(all, &Sequence::done)) {
+      std::vector<Sequence*> rows;
+      for (Sequence& s : all) {
+        if (!s.done() && pick(0, 3) > 0) rows.push_back(&s);
+      }
+      std::shuffle(rows.begin(), rows.end(), random);
+      std::vector<int32_t> counts;
+      for (const Sequence* s : rows) {
+        counts.push_back(pick(1, std::min(9, int32_t(s->tokens.size()) - s->fed)));
+      }
+      if (!rows.empty()) feed(bench, rows, counts);
+    }
+    for (size_t i = 0; i < all.size(); ++i) check(all[i].logits, expected[i]);
+  }
 }
 
 }  // namespace weir::test
