@@ -28,6 +28,7 @@ struct RandomModel {
   bool tied_embeddings = false;
   std::vector<int32_t> attention_layers;  // softmax attention instead, of the same heads
   TensorType type = TensorType::BF16;
+  nlohmann::json more = {};  // further keys of the configuration, over the others
 };
 
 // 24 layers, hidden 2048, 16 heads of 128x128: 1.4 billion weights.
@@ -56,6 +57,7 @@ inline nlohmann::json config_of(const RandomModel& model) {
   if (!model.attention_layers.empty()) {
     config["attn"] = {{"layers", model.attention_layers}, {"num_heads", model.heads}};
   }
+  if (!model.more.is_null()) config.update(model.more);
   return config;
 }
 
@@ -72,13 +74,9 @@ class FileWriter {
   FileWriter(const FileWriter&) = delete;
   ~FileWriter() { flush(); }
 
-  template <class T>
-  void add(T value) {
-    if (buffer_.size() + sizeof(value) > kBufferBytes) flush();
-    append_bytes(buffer_, value);
-  }
-  void add(const std::string& text) {
-    for (const char c : text) add(c);
+  void add(const std::string& bytes) {
+    buffer_ += bytes;
+    if (buffer_.size() > kBufferBytes) flush();
   }
 
  private:
@@ -113,19 +111,32 @@ class FastRandom {
 };
 
 // Matrices keep a vector's length, norms are near 1.
+template <typename Stored, typename Narrow>
+void write_random_values(int64_t count, float offset, float size, const Narrow& narrow,
+                         FastRandom& random, FileWriter& file) {
+  constexpr int64_t kAtOnce = 1 << 16;
+  std::vector<Stored> values;
+  for (int64_t done = 0; done < count; done += int64_t(values.size())) {
+    values.resize(size_t(std::min(kAtOnce, count - done)));
+    for (Stored& value : values) value = narrow(offset + size * random.value());
+    file.add({reinterpret_cast<const char*>(values.data()), values.size() * sizeof(Stored)});
+  }
+}
+
 inline void write_random_tensor(const std::string& name, const TestTensor& tensor,
                                 FastRandom& random, FileWriter& file) {
-  const bool norm = name.find("norm") != std::string::npos;
+  const float offset = name.find("norm") != std::string::npos ? 1.0f : 0.0f;
   const float size =
       tensor.shape.size() == 2 ? std::sqrt(3.0f / float(tensor.shape[1])) : 0.3f;
   const int64_t count = elements(tensor.shape);
-  for (int64_t i = 0; i < count; ++i) {
-    const float value = (norm ? 1.0f : 0.0f) + size * random.value();
-    switch (tensor.type) {
-      case TensorType::BF16: file.add(uint16_t(std::bit_cast<uint32_t>(value) >> 16)); break;
-      case TensorType::F16: file.add(to_half(value)); break;
-      default: file.add(value); break;
-    }
+  const auto bf16 = [](float value) { return uint16_t(std::bit_cast<uint32_t>(value) >> 16); };
+  const auto same = [](float value) { return value; };
+  switch (tensor.type) {
+    case TensorType::BF16:
+      return write_random_values<uint16_t>(count, offset, size, bf16, random, file);
+    case TensorType::F16:
+      return write_random_values<uint16_t>(count, offset, size, to_half, random, file);
+    default: return write_random_values<float>(count, offset, size, same, random, file);
   }
 }
 

@@ -211,6 +211,33 @@ inline void add_mixer_shapes(const DeltaMixer& m, int64_t D, const std::string& 
   }
 }
 
+inline void add_mixer_shapes(const SwilaMixer& m, int64_t D, const std::string& at, Shapes& out) {
+  const int64_t channels = int64_t(m.heads) * m.head_dim, mixed = channels * m.mixtures;
+  const auto low_rank = [&](const char* name, int64_t rank) {
+    out.insert(out.end(), {{at + name + ".0.weight", {rank, D}},
+                           {at + name + ".1.weight", {mixed, rank}}});
+  };
+  for (const char* name : {"q", "k", "v"}) {
+    out.insert(out.end(), {{at + name + "_proj.weight", {channels, D}},
+                           {at + name + "_conv1d.weight", {channels, 1, m.conv.width}}});
+  }
+  out.insert(out.end(),
+             {{at + "o_norm.weight", {m.head_dim}}, {at + "o_proj.weight", {D, channels}}});
+  low_rank("k_router", m.router_rank);
+  low_rank("q_router", m.router_rank);
+  low_rank("b_proj", m.beta_rank);
+  if (m.temporal) {
+    out.insert(out.end(), {{at + "gk_proj.weight", {channels, D}},
+                           {at + "gk_proj.bias", {channels}},
+                           {at + "gq_proj.weight", {channels, D}},
+                           {at + "gq_proj.bias", {channels}}});
+  }
+  if (!m.gated) return;
+  low_rank("f_proj", m.gate_rank);
+  out.insert(out.end(),
+             {{at + "A_log", {int64_t(m.heads) * m.mixtures}}, {at + "dt_bias", {mixed}}});
+}
+
 inline Shapes checkpoint_shapes(const ModelSpec& spec) {
   const int64_t D = spec.dim;
   Shapes out = {{"model.embeddings.weight", {spec.vocab, D}}, {"model.norm.weight", {D}}};
