@@ -26,27 +26,55 @@ struct Scratch {
   int found, count;
 };
 
-__device__ double block_sum(double value, Scratch& scratch) {
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
-  __syncthreads();  // the scratch of the last use has been read
-  if (threadIdx.x % 32 == 0) scratch.sum[threadIdx.x / 32] = value;
-  __syncthreads();  // every warp's sum is there
-  double all = 0;
-  for (int w = 0; w < kWarps; ++w) all += scratch.sum[w];
-  return all;
+// A warp's values, combined in each lane of it: always in the same order.
+template <typename T, typename Combine>
+__device__ T combine_lanes(T value, const Combine& combine) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    value = combine(value, __shfl_xor_sync(0xffffffffu, value, step));
+  }
+  return value;
 }
 
-__device__ uint64_t block_max(uint64_t value, Scratch& scratch) {
-  for (int step = 16; step > 0; step /= 2) {
-    const uint64_t other = __shfl_xor_sync(0xffffffffu, (unsigned long long)value, step);
-    value = other > value ? other : value;
-  }
+template <typename T, typename Combine>
+__device__ T combine_block(T value, T* of_warps, const Combine& combine) {
+  value = combine_lanes(value, combine);
   __syncthreads();  // the scratch of the last use has been read
-  if (threadIdx.x % 32 == 0) scratch.key[threadIdx.x / 32] = value;
-  __syncthreads();  // every warp's largest is there
-  uint64_t most = 0;
-  for (int w = 0; w < kWarps; ++w) most = scratch.key[w] > most ? scratch.key[w] : most;
-  return most;
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();  // every warp's value is there
+  return combine_lanes(of_warps[threadIdx.x % 32], combine);
+}
+
+__device__ double block_sum(double value, Scratch& scratch) {
+  return combine_block(value, scratch.sum, [](double a, double b) { return a + b; });
+}
+__device__ Units block_max(Units value, Scratch& scratch) {
+  return combine_block(value, scratch.key, [](Units a, Units b) { return a > b ? a : b; });
+}
+
+// The sum of the lanes up to this one.
+__device__ Units sum_up_to(Units value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const Units lower = __shfl_up_sync(0xffffffffu, value, step);
+    if (lane >= step) value += lower;
+  }
+  return value;
+}
+
+// What all warps before this one hold, and all warps together, of a value of each warp.
+struct WarpSums {
+  Units before, all;
+};
+__device__ WarpSums sum_warps(Units of_warp, Scratch& scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __syncthreads();  // the scratch of the last use has been read
+  if (lane == 0) scratch.key[warp] = of_warp;
+  __syncthreads();  // every warp's value is there
+  const Units up_to = sum_up_to(scratch.key[lane]);
+  const Units before = __shfl_sync(0xffffffffu, up_to, max(warp - 1, 0));
+  return {warp == 0 ? 0 : before, __shfl_sync(0xffffffffu, up_to, 31)};
 }
 
 // Larger numbers have larger keys, equal ones are ordered by token, the smaller first. 0 is the
@@ -62,21 +90,21 @@ __device__ float value_of(uint64_t key) {
   return __uint_as_float(ordered & 0x80000000u ? ordered & 0x7fffffffu : ~ordered);
 }
 
-// Calls use(i, logits[i]) for i = begin, begin + step .. below end, with eight loads on their way
-// at a time: one after the other each would wait for the cache.
+// Calls use(i, logits[i]) for i = first, first + step .. below end, with eight loads on their way
+// at a time: one after the other each would wait for the cache. All lanes of a warp, whose firsts
+// are neighbours, come along to the end: beyond it the logit is -infinity, which is never kept.
 template <int step, typename Use>
-__device__ void each_logit(const float* logits, int begin, int end, const Use& use) {
+__device__ void each_logit(const float* logits, int first, int end, const Use& use) {
   constexpr int kLoads = 8;
-  for (int base = begin; base < end; base += kLoads * step) {
+  const int lane = threadIdx.x % 32;
+  for (int base = first; base - lane < end; base += kLoads * step) {
     float logit[kLoads];
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      logit[j] = base + j * step < end ? logits[base + j * step] : 0.0f;
+      logit[j] = base + j * step < end ? logits[base + j * step] : -INFINITY;
     }
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      if (base + j * step < end) use(base + j * step, logit[j]);
-    }
+    for (int j = 0; j < kLoads; ++j) use(base + j * step, logit[j]);
   }
 }
 
@@ -103,18 +131,17 @@ struct Candidates {
   uint64_t least_typical = 0;
   float least_weight = 0;
 
-  __device__ float log_weight(int i) const { return (logits[i] - most) / temperature; }
-  __device__ float weight(int i) const { return expf(log_weight(i)); }
+  __device__ float log_weight(float logit) const { return (logit - most) / temperature; }
+  __device__ float weight(float logit) const { return expf(log_weight(logit)); }
   // The weight as a whole number: what is below 2^-40 of the largest logit's is never drawn.
-  __device__ static Units units_of(float weight) { return __float2ull_rz(weight * 0x1p40f); }
-  __device__ Units units(int i) const { return units_of(weight(i)); }
-  __device__ uint64_t key(int i) const { return key_of(logits[i], i); }
-  __device__ float typicality(int i) const {
-    return fmaxf(-fabsf(log_total - log_weight(i) - entropy), -FLT_MAX);
+  __device__ Units units(float logit) const { return __float2ull_rz(weight(logit) * 0x1p40f); }
+  __device__ float typicality(float logit) const {
+    return fmaxf(-fabsf(log_total - log_weight(logit) - entropy), -FLT_MAX);
   }
-  __device__ bool keeps(int i) const {
-    return isfinite(logits[i]) && key(i) >= least &&
-           (!typical || key_of(typicality(i), i) >= least_typical) && weight(i) >= least_weight;
+  __device__ bool keeps(int i, float logit) const {
+    return isfinite(logit) && key_of(logit, i) >= least &&
+           (!typical || key_of(typicality(logit), i) >= least_typical) &&
+           (least_weight <= 0 || weight(logit) >= least_weight);
   }
 };
 
@@ -122,14 +149,16 @@ struct Candidates {
 struct Span {
   float low, high;
   int vocab;
+  double bins;  // for each unit of value
 
+  __device__ Span(float low, float high, int vocab)
+      : low(low), high(high), vocab(vocab), bins(kBins / (double(high) - double(low))) {}
   // Its bins, from the larger values on; of equal values, from the smaller tokens on, whole warps
   // of tokens to a bin.
   __device__ bool by_token() const { return low == high; }
   __device__ int bin(float value, int token) const {
     if (by_token()) return token / (32 * ((vocab - 1) / (32 * kBins) + 1));
-    const double width = (double(high) - double(low)) / kBins;
-    return min(kBins - 1, int((double(high) - double(value)) / width));
+    return min(kBins - 1, int((double(high) - double(value)) * bins));
   }
   __device__ bool holds(float value) const { return value >= low && value <= high; }
 };
@@ -139,29 +168,18 @@ __device__ inline float unordered(uint32_t bits) { return value_of(uint64_t(bits
 
 // Inclusive sums of the bins take their place; the sum of all is returned.
 __device__ Units add_up(Scratch& scratch) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i = 2 * threadIdx.x;
+  const int i = 2 * threadIdx.x;
   const Units first = scratch.bin[i], both = first + scratch.bin[i + 1];
-  Units sum = both;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const Units lower = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane >= step) sum += lower;
-  }
-  if (lane == 31) scratch.key[warp] = sum;
-  __syncthreads();  // every warp's sum is there
-  Units before = 0, all = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < warp) before += scratch.key[w];
-    all += scratch.key[w];
-  }
-  scratch.bin[i] = before + sum - both + first;
-  scratch.bin[i + 1] = before + sum;
-  __syncthreads();  // all sums are there, and the warps' have been read
-  return all;
+  const Units up_to = sum_up_to(both);
+  const WarpSums warps = sum_warps(__shfl_sync(0xffffffffu, up_to, 31), scratch);
+  scratch.bin[i] = warps.before + up_to - both + first;
+  scratch.bin[i + 1] = warps.before + up_to;
+  __syncthreads();  // all sums are there
+  return warps.all;
 }
 
-// The largest key with which the sum of units(i) over all kept tokens of this key or a larger one
-// reaches (beyond: exceeds) goal(sum over all kept); 0 when it never does.
+// The largest key with which the sum of units(logit) over all kept tokens of this key or a larger
+// one reaches (beyond: exceeds) goal(sum over all kept); 0 when it never does.
 //
 // A histogram over the values finds the bin that the goal lies in. A bin of up to kCandidates
 // tokens is resolved at once, a larger one is a smaller span for the next histogram: with bins as
@@ -169,30 +187,30 @@ __device__ Units add_up(Scratch& scratch) {
 template <typename Goal, typename Value, typename Measure>
 __device__ uint64_t reach(const Candidates& set, bool beyond, Scratch& scratch, const Goal& goal,
                           const Value& value, const Measure& units) {
-  // Calls use(i, units) with each thread's tokens of the span, and with no units for the others, so
-  // that all lanes of a warp come along.
+  // Calls use(i, value, units) with each thread's tokens of the span, and with no units for the
+  // others, so that all lanes of a warp come along.
   const auto each = [&](const Span& span, const auto& use) {
-    for (int base = 0; base < set.vocab; base += kThreads) {
-      const int i = base + int(threadIdx.x);
-      const bool here = i < set.vocab && set.keeps(i) && span.holds(value(i));
-      use(i, here ? units(i) : Units(0));
-    }
+    each_logit<kThreads>(set.logits, threadIdx.x, set.vocab, [&](int i, float logit) {
+      const float mine = value(logit);
+      const bool here = set.keeps(i, logit) && span.holds(mine);
+      use(i, mine, here ? units(logit) : Units(0));
+    });
   };
   // The least and the largest value of what each() finds, where wanted.
   const auto measure = [&](const Span& span, const auto& wanted) {
     uint64_t low = 0, high = 0;
-    each(span, [&](int i, Units there) {
-      if (there == 0 || !wanted(i, there)) return;
-      const uint32_t bits = ordered(value(i));
+    each(span, [&](int i, float mine, Units there) {
+      if (there == 0 || !wanted(i, mine, there)) return;
+      const uint32_t bits = ordered(mine);
       low = max(low, uint64_t(~bits));
       high = max(high, uint64_t(bits));
     });
     low = block_max(low, scratch);
     high = block_max(high, scratch);
-    return Span{unordered(~uint32_t(low)), unordered(uint32_t(high)), set.vocab};
+    return Span(unordered(~uint32_t(low)), unordered(uint32_t(high)), set.vocab);
   };
-  Span span{-INFINITY, INFINITY, set.vocab};
-  span = measure(span, [](int, Units) { return true; });
+  Span span(-INFINITY, INFINITY, set.vocab);
+  span = measure(span, [](int, float, Units) { return true; });
   Units before = 0;  // of larger keys than the span's
   double enough = 0;
   const auto reached = [&](Units sum) {
@@ -202,12 +220,12 @@ __device__ uint64_t reach(const Candidates& set, bool beyond, Scratch& scratch, 
     scratch.bin[threadIdx.x] = scratch.bin[threadIdx.x + kThreads] = 0;
     if (threadIdx.x == 0) scratch.found = -1, scratch.count = 0;
     __syncthreads();  // the bins are empty
-    each(span, [&](int i, Units there) {
+    each(span, [&](int i, float mine, Units there) {
       if (!span.by_token()) {
-        if (there > 0) atomicAdd(&scratch.bin[span.bin(value(i), i)], there);
+        if (there > 0) atomicAdd(&scratch.bin[span.bin(mine, i)], there);
         return;
       }
-      for (int step = 16; step > 0; step /= 2) there += __shfl_xor_sync(0xffffffffu, there, step);
+      there = combine_lanes(there, [](Units a, Units b) { return a + b; });
       if (there > 0 && threadIdx.x % 32 == 0) atomicAdd(&scratch.bin[span.bin(0, i)], there);
     });
     __syncthreads();  // all is counted
@@ -223,11 +241,11 @@ __device__ uint64_t reach(const Candidates& set, bool beyond, Scratch& scratch, 
     const int found = scratch.found;
     if (found < 0) return 0;
     before = scratch.before;
-    span = measure(span, [&](int i, Units there) {
-      if (span.bin(value(i), i) != found) return false;
+    span = measure(span, [&](int i, float mine, Units there) {
+      if (span.bin(mine, i) != found) return false;
       const int at = atomicAdd(&scratch.count, 1);
       if (at < kCandidates) {
-        scratch.candidate[at] = key_of(value(i), i);
+        scratch.candidate[at] = key_of(mine, i);
         scratch.units[at] = there;
       }
       return true;
@@ -251,9 +269,9 @@ __device__ uint64_t reach(const Candidates& set, bool beyond, Scratch& scratch, 
 template <typename Measure>
 __device__ double total(const Candidates& set, Scratch& scratch, const Measure& measure) {
   double sum = 0;
-  for (int i = threadIdx.x; i < set.vocab; i += kThreads) {
-    if (set.keeps(i)) sum += measure(i);
-  }
+  each_logit<kThreads>(set.logits, threadIdx.x, set.vocab, [&](int i, float logit) {
+    if (set.keeps(i, logit)) sum += measure(logit);
+  });
   return block_sum(sum, scratch);
 }
 
@@ -270,37 +288,63 @@ __device__ double uniform(uint64_t seed, int32_t position) {
 }
 
 __device__ void filter(Candidates& set, const Sampling& how, Scratch& scratch) {
-  const auto logit = [&](int i) { return set.logits[i]; };
-  const auto weight = [&](int i) { return set.units(i); };
+  const auto itself = [](float logit) { return logit; };
+  const auto weight = [&](float logit) { return set.units(logit); };
   if (how.top_k > 0 && how.top_k < set.vocab) {
-    set.least = reach(set, false, scratch, [&](double) { return double(how.top_k); }, logit,
-                      [](int) { return Units(1); });
+    set.least = reach(set, false, scratch, [&](double) { return double(how.top_k); }, itself,
+                      [](float) { return Units(1); });
   }
   if (how.typical_p < 1) {
-    const double all = total(set, scratch, [&](int i) { return double(set.weight(i)); });
+    const double all = total(set, scratch, [&](float logit) { return double(set.weight(logit)); });
     set.log_total = float(log(all));
-    set.entropy = float(total(set, scratch, [&](int i) {
-      const double p = set.weight(i) / all;
-      return p > 0 ? p * (set.log_total - set.log_weight(i)) : 0.0;
+    set.entropy = float(total(set, scratch, [&](float logit) {
+      const double p = set.weight(logit) / all;
+      return p > 0 ? p * (set.log_total - set.log_weight(logit)) : 0.0;
     }));
     const uint64_t least =
         reach(set, false, scratch, [&](double sum) { return how.typical_p * sum; },
-              [&](int i) { return set.typicality(i); }, weight);
+              [&](float logit) { return set.typicality(logit); }, weight);
     set.least_typical = least;
     set.typical = true;
   }
   if (how.top_p < 1) {
     set.least = max(set.least, reach(set, false, scratch,
-                                     [&](double sum) { return how.top_p * sum; }, logit, weight));
+                                     [&](double sum) { return how.top_p * sum; }, itself, weight));
   }
   if (how.min_p > 0) {
     uint64_t most = 0;
-    for (int i = threadIdx.x; i < set.vocab; i += kThreads) {
-      if (set.keeps(i) && set.key(i) > most) most = set.key(i);
-    }
+    each_logit<kThreads>(set.logits, threadIdx.x, set.vocab, [&](int i, float logit) {
+      if (set.keeps(i, logit)) most = max(most, key_of(logit, i));
+    });
     most = block_max(most, scratch);
     set.least_weight = how.min_p * expf((value_of(most) - set.most) / set.temperature);
   }
+}
+
+// For one warp: the first token of [begin, end) with which the units exceed the goal, `before` of
+// them being those of earlier tokens.
+template <typename Measure>
+__device__ int first_beyond(const Candidates& set, const Measure& units, int begin, int end,
+                            Units before, double goal) {
+  constexpr int kGroups = 8;  // of 32 tokens, whose loads are on their way together
+  const int lane = threadIdx.x % 32;
+  for (int base = begin; base < end; base += 32 * kGroups) {
+    Units up_to[kGroups];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int i = base + 32 * g + lane;
+      up_to[g] = units(i < end ? set.logits[i] : -INFINITY);
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) up_to[g] = sum_up_to(up_to[g]);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const unsigned beyond = __ballot_sync(0xffffffffu, double(before + up_to[g]) > goal);
+      if (beyond != 0) return base + 32 * g + __ffs(int(beyond)) - 1;
+      before += __shfl_sync(0xffffffffu, up_to[g], 31);
+    }
+  }
+  return -1;
 }
 
 // The first token, by id, with which the units of all up to it exceed share * (those of all
@@ -310,37 +354,19 @@ __device__ int first_beyond(const Candidates& set, double share, Scratch& scratc
   const int run = ((set.vocab - 1) / kThreads + 1) * 32;  // tokens of a warp
   const int begin = min(warp * run, set.vocab), end = min(begin + run, set.vocab);
   const auto units = [&](float logit) {
-    const float weight = expf((logit - set.most) / set.temperature);
-    return isfinite(logit) && weight >= set.least_weight ? set.units_of(weight) : Units(0);
+    const bool kept = isfinite(logit) && set.weight(logit) >= set.least_weight;
+    return kept ? set.units(logit) : Units(0);
   };
   Units sum = 0;
   each_logit<32>(set.logits, begin + lane, end, [&](int, float logit) { sum += units(logit); });
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-  __syncthreads();  // the scratch of the last use has been read
+  sum = combine_lanes(sum, [](Units a, Units b) { return a + b; });
+  const WarpSums warps = sum_warps(sum, scratch);
   if (threadIdx.x == 0) scratch.found = -1;
-  if (lane == 0) scratch.key[warp] = sum;
-  __syncthreads();  // every warp's sum is there
-  Units before = 0, all = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < warp) before += scratch.key[w];
-    all += scratch.key[w];
-  }
-  const double goal = share * double(all);
-  if (double(before) <= goal && double(before + sum) > goal) {  // in one warp at most
-    for (int base = begin; base < end; base += 32) {
-      Units up_to = base + lane < end ? units(set.logits[base + lane]) : Units(0);
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const Units lower = __shfl_up_sync(0xffffffffu, up_to, step);
-        if (lane >= step) up_to += lower;
-      }
-      const unsigned beyond = __ballot_sync(0xffffffffu, double(before + up_to) > goal);
-      if (beyond != 0) {
-        if (lane == 0) scratch.found = base + __ffs(int(beyond)) - 1;
-        break;
-      }
-      before += __shfl_sync(0xffffffffu, up_to, 31);
-    }
+  __syncthreads();  // no token is found
+  const double goal = share * double(warps.all);
+  if (double(warps.before) <= goal && double(warps.before + sum) > goal) {  // in one warp at most
+    const int token = first_beyond(set, units, begin, end, warps.before, goal);
+    if (lane == 0) scratch.found = token;
   }
   __syncthreads();  // the token is found
   return scratch.found;
@@ -362,7 +388,7 @@ __device__ int draw(const float* logits, int vocab, const Sampling& how, int32_t
   }
   const uint64_t key =
       reach(set, true, scratch, [&](double sum) { return share * sum; },
-            [&](int i) { return logits[i]; }, [&](int i) { return set.units(i); });
+            [](float logit) { return logit; }, [&](float logit) { return set.units(logit); });
   return token_of(key != 0 ? key : most);  // rounding left the goal at the sum
 }
 

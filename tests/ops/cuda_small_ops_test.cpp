@@ -247,6 +247,11 @@ TEST_F(CudaTest, SampleFiltersOfAnyLogits) {
   draws_agree("normal", kVocab, {plain}, how);
   draws_agree("whole numbers", kVocab, {steps}, how);
   draws_agree("outliers", kVocab, {outliers}, how);
+  for (const int32_t vocab : {2, 33, 3001}) {
+    draws_agree(std::to_string(vocab) + " tokens", vocab,
+                {{plain.begin(), plain.begin() + vocab}, {steps.begin(), steps.begin() + vocab}},
+                how);
+  }
   for (Sampling& s : how) s.typical_p = 1;  // all equally typical, but for rounding
   draws_agree("nearly equal", kVocab, {narrow}, how);
   for (Sampling& s : how) s.top_p = s.top_p < 1 ? 0.37f : 1;
