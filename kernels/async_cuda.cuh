@@ -112,6 +112,19 @@ __device__ inline uint32_t cluster_rank() {
   return rank;
 }
 
+// A block's shared memory is there only once the block has started: every thread arrives when it
+// has, and waits before it first writes to a peer.
+__device__ inline void cluster_started() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
 // Every thread of the cluster arrives, and what each wrote before can be read after.
 __device__ inline void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900

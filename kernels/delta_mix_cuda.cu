@@ -277,6 +277,7 @@ __global__ __launch_bounds__(kThreads, kBlocks) void delta_mix_kernel(
     wait_for_predecessor();
     return;
   }
+  if (slices > 1) cluster_started();
   const int64_t all_keys = int64_t(op.key_heads) * op.key_dim;
   Place place{.key_head = int(blockIdx.x) / slices,
               .value_head = int(blockIdx.x) / slices * group,
@@ -316,6 +317,7 @@ __global__ __launch_bounds__(kThreads, kBlocks) void delta_mix_kernel(
       publish_to_copy_engine();
       __syncthreads();  // the slice's answer is there, and the vectors may be overwritten
       if (last) held.store(state);
+      if (slices > 1 && i == 0 && place.token == 0) wait_for_cluster();
       finish(op, place, x, late, squares[turn], slices);
     }
     if (op.conv_width > 1) {

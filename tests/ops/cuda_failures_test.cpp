@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <csignal>
+#include <cstddef>
 #include <cstdlib>
 
 #include "tests/ops/cuda_compare.h"
@@ -71,27 +72,30 @@ TEST_F(CudaFailures, MoreThanIsFreeEndsTheStart) {
       "memory");
 }
 
-// The same when weights fill the device, and when it is full before.
+// The same when weights fill the device, and when it is full before. Others may use the device and
+// leave it meanwhile: both ask for more until there is no more.
 TEST_F(CudaFailures, AFullDeviceEndsTheStart) {
-  const auto fill = [](Backend& backend, size_t left) {
-    backend.allocate(backend.info().free_bytes - left);
-    backend.finish();
+  constexpr size_t kPieces = 8192, kPiece = size_t(64) << 20;  // more than any device has
+  const auto filled = [] {
+    auto backend = cuda();
+    backend->allocate(backend->info().free_bytes - kPiece / 4);
+    return backend;
   };
-  EXPECT_EXIT(
-      {
-        const auto backend = cuda();
-        fill(*backend, size_t(32) << 20);
-        const std::vector<float> weights(size_t(64) << 18);
-        backend->adopt(weights.data(), weights.size() * sizeof(float));
-      },
-      testing::ExitedWithCode(1), "CUDA: no room for 64.0 MiB .* are free: out of memory");
-  EXPECT_EXIT(
-      {
-        const auto backend = cuda();
-        fill(*backend, size_t(16) << 20);
-        cuda();
-      },
-      testing::ExitedWithCode(1), "CUDA: no room for .* are free: out of memory");
+  const auto adopt_weights = [&] {
+    const auto backend = filled();
+    const std::vector<std::byte> weights(kPiece);
+    for (size_t i = 0; i < kPieces; ++i) backend->adopt(weights.data(), kPiece - i);
+    std::exit(0);
+  };
+  const auto start_others = [&] {
+    std::vector<std::unique_ptr<Backend>> all;
+    all.push_back(filled());
+    for (size_t i = 0; i < kPieces; ++i) all.push_back(cuda());
+    std::exit(0);
+  };
+  const char* const expected = "CUDA: no room for .* MiB are free: out of memory";
+  EXPECT_EXIT(adopt_weights(), testing::ExitedWithCode(1), expected);
+  EXPECT_EXIT(start_others(), testing::ExitedWithCode(1), expected);
 }
 
 // An access that is not allowed leaves a device of which nothing can be used any more, as one that
