@@ -102,6 +102,26 @@ __device__ inline void bulk_stores_read() {
 #endif
 }
 
+// Asks for 128 bytes of device memory to be brought to the L2 cache.
+__device__ inline void prefetch_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
+// --- copies of single threads ------------------------------------------------------------------
+
+// Two floats from device to shared memory, both 8-byte aligned; there after copies_wait(), for
+// other threads after a barrier that follows it.
+__device__ inline void copy_pair(float* shared, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(from)
+               : "memory");
+}
+__device__ inline void copy_16_bytes(void* shared, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(from)
+               : "memory");
+}
+__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ inline void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
 // --- clusters -----------------------------------------------------------------------------------
 
 __device__ inline uint32_t cluster_rank() {

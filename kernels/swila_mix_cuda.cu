@@ -1,22 +1,13 @@
 #include "kernels/swila_mix_cuda.cuh"
 
+#include <climits>
+
+#include "kernels/swila_chunk_cuda.cuh"
+#include "kernels/swila_rows_cuda.cuh"
+
 namespace weir::cuda {
 namespace swila {
 namespace {
-
-// One channel that a thread convolves, with its last inputs, oldest first.
-struct Channel {
-  const float* in = nullptr;   // of the row's first token
-  int64_t stride = 0;
-  float tap[kWidth], x[kWidth];
-};
-
-// Channel i of the head: of q, k or v (group 0, 1, 2).
-template <class L>
-__device__ inline float* history_of(const SwilaMix& op, const Place& place, int i) {
-  const int channels = op.heads * L::D;
-  return at(op.history, place.slot) + (i / L::D * channels + place.head * L::D + i % L::D);
-}
 
 template <class L>
 __device__ inline Channel channel(const SwilaMix& op, const Place& place, int i) {
@@ -40,12 +31,12 @@ struct Inputs {
   float x[L::kOwn], decay;
   Logits logits;
 
-  __device__ void load(const SwilaMix& op, const Place& place, const Channel* own, int t) {
-    const int64_t token = place.begin + t;
+  __device__ Inputs(const SwilaMix& op, const Place& place, const Channel* own) {
+    const int64_t token = place.begin;
     const int head = place.head * L::D;
     const int mixed = head * L::J + place.mixture * L::D + place.value;
 #pragma unroll
-    for (int u = 0; u < L::kOwn; ++u) x[u] = own[u].in[t * own[u].stride];
+    for (int u = 0; u < L::kOwn; ++u) x[u] = *own[u].in;
     logits.key_router = at(op.key_router, token)[mixed];
     logits.query_router = at(op.query_router, token)[mixed];
     logits.beta = at(op.beta, token)[mixed];
@@ -57,27 +48,28 @@ struct Inputs {
   }
 };
 
-// A token's inputs become vectors in shared memory and the thread's own factors. With the last one
-// the inputs become the history.
-template <class L, bool kGated>
-__device__ inline void prepare(const SwilaMix& op, const Place& place, const Inputs<L>& in,
-                               bool last, Channel* own, Shared<L>& shared, Mixed& mine) {
+// The thread's channels' last inputs become the row's history.
+template <class L>
+__device__ inline void remember(const SwilaMix& op, const Place& place, const Channel* own) {
 #pragma unroll
   for (int u = 0; u < L::kOwn; ++u) {
-    Channel& c = own[u];
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      c.x[j] = j + 1 < kWidth ? c.x[j + 1] : in.x[u];
-      sum += c.tap[j] * c.x[j];
-    }
     const int i = threadIdx.x + u * L::kThreads;
     if (i >= 3 * L::D) continue;
-    shared.vectors[i] = sum * sigmoid(sum);
-    if (!last) continue;
     float* const history = history_of<L>(op, place, i);
 #pragma unroll
-    for (int j = 1; j < kWidth; ++j) history[(j - 1) * 3 * op.heads * L::D] = c.x[j];
+    for (int j = 1; j < kWidth; ++j) history[(j - 1) * 3 * op.heads * L::D] = own[u].x[j];
+  }
+}
+
+// A token's inputs become vectors in shared memory and the thread's own factors.
+template <class L, bool kGated>
+__device__ inline void prepare(const SwilaMix& op, const Place& place, const Inputs<L>& in,
+                               Channel* own, Shared<L>& shared, Mixed& mine) {
+#pragma unroll
+  for (int u = 0; u < L::kOwn; ++u) {
+    const int i = threadIdx.x + u * L::kThreads;
+    const float x = own[u].push(in.x[u]);
+    if (i < 3 * L::D) shared.vectors[i] = x;
   }
   if constexpr (kGated) {
     const int i = place.head * L::J * L::D + int(threadIdx.x);
@@ -87,79 +79,157 @@ __device__ inline void prepare(const SwilaMix& op, const Place& place, const Inp
   mix<L>(in.logits, op.key_mix.data != nullptr, mine);
 }
 
-// `tokens` of one row from place.begin on.
-template <class L, bool kGated>
-__device__ inline void run_row(const SwilaMix& op, const Place& place, int tokens, bool wait,
-                               Shared<L>& shared) {
-  float* const first = at(op.state, place.slot) + int64_t(place.head) * L::J * L::D * L::D +
-                       State<L>::first(place);
+// Normalises and writes the head's output of one token from what each (j, d) answers. Behind it the
+// block's shared vectors may be overwritten.
+template <class L>
+__device__ inline void finish(const SwilaMix& op, const Place& place, float answer,
+                              const Mixed& mine, Shared<L>& shared) {
+  const float out = sum_over_groups<L::kLanes>(answer * mine.prior);
+  const float squares = sum_over_lanes<L::kLanes>(out * out);
+  if (threadIdx.x % 32 == 0) shared.squares[threadIdx.x / 32] = squares;
+  const float weight = op.norm_weight[place.value];
+  __syncthreads();  // all sums are there, the vectors have been read
+  float all = 0;
+#pragma unroll
+  for (int w = 0; w < L::kWarps; ++w) all += shared.squares[w];
+  if (place.mixture > 0) return;
+  at(op.out, place.begin)[place.head * L::D + place.value] =
+      out * weight / sqrtf(all / float(L::D) + op.norm_eps);
+}
+
+template <class L>
+__device__ inline float* first_of_state(const SwilaMix& op, const Place& place) {
+  return at(op.state, place.slot) + int64_t(place.head) * L::J * L::D * L::D +
+         State<L>::first(place);
+}
+
+// Of the thread's own (j, d).
+template <class L>
+__device__ inline Mixed last_mixed(const SwilaMix& op, const Place& place) {
   const int mixed = (place.head * L::J + place.mixture) * L::D + place.value;
-  const bool temporal = op.key_mix.data != nullptr;
-  State<L> state;
-  state.load(first, place.fresh);
-  if (wait) wait_for_predecessor();
-  Channel own[L::kOwn];
+  Mixed mine{.posterior = 1.0f / L::J, .prior = 1.0f / L::J};
+  if (op.key_mix.data != nullptr && !place.fresh) {
+    mine.posterior = at(op.posterior, place.slot)[mixed];
+    mine.prior = at(op.prior, place.slot)[mixed];
+  }
+  return mine;
+}
+template <class L>
+__device__ inline void keep_mixed(const SwilaMix& op, const Place& place, const Mixed& mine) {
+  const int mixed = (place.head * L::J + place.mixture) * L::D + place.value;
+  if (op.key_mix.data == nullptr) return;
+  at(op.posterior, place.slot)[mixed] = mine.posterior;
+  at(op.prior, place.slot)[mixed] = mine.prior;
+}
+
+template <class L>
+__device__ inline void own_channels(const SwilaMix& op, const Place& place,
+                                    Channel (&own)[L::kOwn]) {
 #pragma unroll
   for (int u = 0; u < L::kOwn; ++u) {
     own[u] = channel<L>(op, place, min(int(threadIdx.x) + u * L::kThreads, 3 * L::D - 1));
   }
-  Inputs<L> in;
-  in.load(op, place, own, 0);
-  Mixed mine{.posterior = 1.0f / L::J, .prior = 1.0f / L::J};
-  if (temporal && !place.fresh) {
-    mine.posterior = at(op.posterior, place.slot)[mixed];
-    mine.prior = at(op.prior, place.slot)[mixed];
-  }
-  for (int t = 0; t < tokens; ++t) {
-    prepare<L, kGated>(op, place, in, t + 1 == tokens, own, shared, mine);
-    __syncthreads();  // the token's vectors are there
-    if (t + 1 < tokens) in.load(op, place, own, t + 1);  // on their way during this token
-    const float answer = state.template step<kGated>(shared, mine);
-    if (t + 1 == tokens) state.store(first);
-    finish<L>(op, place, place.begin + t, answer, mine, shared, t % 2);
-  }
-  if (temporal) {
-    at(op.posterior, place.slot)[mixed] = mine.posterior;
-    at(op.prior, place.slot)[mixed] = mine.prior;
-  }
 }
 
-// kMany: rows have several tokens as a rule. Without it registers are fewer, and a row of several
-// tokens is taken as several rows, one after the other.
-template <class L, bool kGated, bool kMany>
+// One token of one row. The state is loaded before the predecessor is waited for, where that has
+// not been done.
+template <class L, bool kGated>
+__device__ inline void run_token(const SwilaMix& op, const Place& place, bool wait,
+                                 Shared<L>& shared) {
+  float* const first = first_of_state<L>(op, place);
+  State<L> state;
+  state.load(first, place.fresh);
+  if (wait) wait_for_predecessor();
+  Channel own[L::kOwn];
+  own_channels<L>(op, place, own);
+  const Inputs<L> in(op, place, own);
+  Mixed mine = last_mixed<L>(op, place);
+  prepare<L, kGated>(op, place, in, own, shared, mine);
+  remember<L>(op, place, own);
+  __syncthreads();  // the token's vectors are there
+  const float answer = state.template step<kGated>(shared.vectors, shared.decay, mine);
+  state.store(first);
+  finish<L>(op, place, answer, mine, shared);
+  keep_mixed<L>(op, place, mine);
+}
+
+// Rows of one token as a rule: a row of several is taken as several rows, one after the other. Rows
+// of more than tokens_most have been run already.
+template <class L, bool kGated>
 __global__ __launch_bounds__(L::kThreads, L::kResident) void swila_mix_kernel(
-    const __grid_constant__ SwilaMix op, bool fresh_state) {
+    const __grid_constant__ SwilaMix op, bool fresh_state, int tokens_most) {
   __shared__ Shared<L> shared;
   let_successor_start();
   const int row = blockIdx.y, begin = op.rows.begin[row];
   const int tokens = op.rows.begin[row + 1] - begin;
   const Slot slot = op.rows.slot[row];
-  if (slot == kPadding || tokens == 0) {
+  if (slot == kPadding || tokens == 0 || tokens > tokens_most) {
     wait_for_predecessor();
     return;
   }
   Place place = place_of<L>(blockIdx.x, begin, op.rows.first[row] == 0, slot);
   if (!fresh_state) wait_for_predecessor();
-  const int step = kMany ? tokens : 1;
 #pragma unroll 1
-  for (int t = 0; t < tokens; t += step) {
-    run_row<L, kGated>(op, place, step, fresh_state && t == 0, shared);
-    place.begin += step;
+  for (int t = 0; t < tokens; ++t) {
+    run_token<L, kGated>(op, place, fresh_state && t == 0, shared);
+    __syncthreads();  // the squares have been read
+    ++place.begin;
     place.fresh = false;
   }
 }
 
+// Rows of several tokens.
 template <class L, bool kGated>
-void start(const SwilaMix& op, Context& context) {
-  const auto kernel = op.rows.tokens > op.rows.count ? swila_mix_kernel<L, kGated, true>
-                                                     : swila_mix_kernel<L, kGated, false>;
-  launch(context, {.grid = dim3(op.heads, op.rows.count), .block = dim3(L::kThreads)}, kernel, op,
-         context.fresh_state);
+__global__ __launch_bounds__(L::kThreads, L::kResident) void swila_rows_kernel(
+    const __grid_constant__ SwilaMix op, int tokens_most) {
+  extern __shared__ __align__(16) unsigned char space[];
+  auto& shared = *reinterpret_cast<RowShared<L, kGated>*>(space);
+  let_successor_start();
+  wait_for_predecessor();
+  const int row = blockIdx.y, begin = op.rows.begin[row];
+  const int tokens = op.rows.begin[row + 1] - begin;
+  const Slot slot = op.rows.slot[row];
+  if (slot == kPadding || tokens == 0 || tokens > tokens_most) return;
+  const Place place = place_of<L>(blockIdx.x, begin, op.rows.first[row] == 0, slot);
+  State<L> state;
+  state.load(first_of_state<L>(op, place), place.fresh);
+  Channel own[L::kOwn];
+  own_channels<L>(op, place, own);
+  Mixed mine = last_mixed<L>(op, place);
+  RowRunner<L, kGated>{op, place, shared}.run(tokens, state, mine, own);
+  state.store(first_of_state<L>(op, place));
+  remember<L>(op, place, own);
+  keep_mixed<L>(op, place, mine);
+}
+
+// What the copies of rows of several tokens ask for.
+bool inputs_aligned(const SwilaMix& op) {
+  bool all = true;
+  for (const Acts& acts : {op.q, op.k, op.v, op.key_router, op.query_router, op.beta, op.key_mix,
+                           op.query_mix, op.decay_in}) {
+    all = all && reinterpret_cast<uintptr_t>(acts.data) % 16 == 0 && acts.stride % 4 == 0;
+  }
+  return all;
+}
+
+template <class L, bool kGated>
+void start(const SwilaMix& op, Context& context, int tokens_most) {
+  const dim3 grid(op.heads, op.rows.count), block(L::kThreads);
+  if (op.rows.tokens == op.rows.count || !inputs_aligned(op)) {
+    return launch(context, {.grid = grid, .block = block}, swila_mix_kernel<L, kGated>, op,
+                  context.fresh_state, tokens_most);
+  }
+  constexpr size_t kBytes = sizeof(RowShared<L, kGated>);
+  WEIR_CUDA_CHECK(cudaFuncSetAttribute(swila_rows_kernel<L, kGated>,
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize, int(kBytes)));
+  launch(context, {.grid = grid, .block = block, .shared = kBytes}, swila_rows_kernel<L, kGated>,
+         op, tokens_most);
 }
 
 template <class L>
-void start(const SwilaMix& op, Context& context) {
-  op.decay_in.data != nullptr ? start<L, true>(op, context) : start<L, false>(op, context);
+void start(const SwilaMix& op, Context& context, int tokens_most = INT_MAX) {
+  op.decay_in.data != nullptr ? start<L, true>(op, context, tokens_most)
+                              : start<L, false>(op, context, tokens_most);
 }
 
 bool aligned(const SwilaMix& op) {
@@ -181,7 +251,15 @@ void run(const SwilaMix& op, Context& context) {
     return op.mixtures == mixtures && op.dim == dim && op.conv_width == swila::kWidth &&
            swila::aligned(op);
   };
-  if (is(4, 64)) return swila::start<swila::Layout<4, 64>>(op, context);
+  if (is(4, 64)) {
+    int tokens_most = INT_MAX;
+    const int longest = op.rows.tokens - op.rows.count + 1;  // at most, if no row is empty
+    if (longest > swila_chunk::kStepTokensMost && swila_chunk::run(op, context)) {
+      if (op.rows.count == 1) return;
+      tokens_most = swila_chunk::kStepTokensMost;
+    }
+    return swila::start<swila::Layout<4, 64>>(op, context, tokens_most);
+  }
   if (is(4, 32)) return swila::start<swila::Layout<4, 32>>(op, context);
   if (is(2, 64)) return swila::start<swila::Layout<2, 64>>(op, context);
   if (is(8, 64)) return swila::start<swila::Layout<8, 64>>(op, context);

@@ -28,7 +28,7 @@ template <class L>
 struct Shared {
   alignas(16) float vectors[3 * L::D];    // q, k (not normalised), v
   alignas(16) float decay[L::J * L::D];   // [mixture, key dim], exp(g)
-  float squares[2][L::kWarps];            // of each warp's outputs; two tokens in turn
+  float squares[L::kWarps];               // of each warp's outputs
 };
 
 // Where the thread is.
@@ -114,11 +114,12 @@ struct State {
     }
   }
 
-  // One token: the state moves on, and the thread's own (j, d) answers sum_e S[j][d][e] q[e].
+  // One token: the state moves on, and the thread's own (j, d) answers sum_e S[j][d][e] q[e]. Given
+  // are q, k and v, one after the other, and exp(g).
   template <bool kGated>
-  __device__ float step(const Shared<L>& shared, Mixed& mine) {
+  __device__ float step(const float* q_k_v, const float* decays, Mixed& mine) {
     const int lane = threadIdx.x % L::kLanes, group = threadIdx.x % 32 - lane;
-    const auto* vectors = reinterpret_cast<const float4*>(shared.vectors);
+    const auto* vectors = reinterpret_cast<const float4*>(q_k_v);
     float4 k[L::kParts], q[L::kParts];
     const auto read = [&](float4 (&part)[L::kParts], int vector) {
       float squares = 0;
@@ -140,7 +141,7 @@ struct State {
       if constexpr (kGated) {
         const int mixture = threadIdx.x % 32 / L::kLanes;
         decay = reinterpret_cast<const float4*>(
-            shared.decay)[mixture * L::D / 4 + c * L::kLanes + lane];
+            decays)[mixture * L::D / 4 + c * L::kLanes + lane];
       }
 #pragma unroll
       for (int r = 0; r < L::kLanes; ++r) {
@@ -150,7 +151,7 @@ struct State {
     }
     const float recalled = scatter_sums<L::kLanes>(sum);
     const int value = threadIdx.x / 32 * L::kLanes + lane;
-    const float delta = shared.vectors[2 * L::D + value] - recalled;
+    const float delta = q_k_v[2 * L::D + value] - recalled;
     mine.posterior = softmax_over_mixtures<L::kLanes>(mine.log_prior - delta * delta / 2);
     const float written = mine.write * mine.posterior * delta;
     const float q_scale = read(q, 0);
@@ -168,22 +169,29 @@ struct State {
   }
 };
 
-// Normalises and writes the head's output of one token from what each (j, d) answers. Behind it the
-// block's shared vectors may be overwritten. `turn`: 0 and 1 for one token after the other.
-template <class L>
-__device__ inline void finish(const SwilaMix& op, const Place& place, int token, float answer,
-                              const Mixed& mine, Shared<L>& shared, int turn) {
-  const float out = sum_over_groups<L::kLanes>(answer * mine.prior);
-  const float squares = sum_over_lanes<L::kLanes>(out * out);
-  if (threadIdx.x % 32 == 0) shared.squares[turn][threadIdx.x / 32] = squares;
-  const float weight = op.norm_weight[place.value];
-  __syncthreads();  // all sums are there, the vectors have been read
-  float all = 0;
+// One channel that a thread convolves, with its last inputs, oldest first.
+struct Channel {
+  const float* in = nullptr;   // of the row's first token
+  int64_t stride = 0;
+  float tap[kWidth], x[kWidth];
+
+  // The next input's answer.
+  __device__ float push(float next) {
+    float sum = 0;
 #pragma unroll
-  for (int w = 0; w < L::kWarps; ++w) all += shared.squares[turn][w];
-  if (place.mixture > 0) return;
-  at(op.out, token)[place.head * L::D + place.value] =
-      out * weight / sqrtf(all / float(L::D) + op.norm_eps);
+    for (int j = 0; j < kWidth; ++j) {
+      x[j] = j + 1 < kWidth ? x[j + 1] : next;
+      sum += tap[j] * x[j];
+    }
+    return sum * sigmoid(sum);
+  }
+};
+
+// Channel i of the head: of q, k or v (group 0, 1, 2).
+template <class L>
+__device__ inline float* history_of(const SwilaMix& op, const Place& place, int i) {
+  const int channels = op.heads * L::D;
+  return at(op.history, place.slot) + (i / L::D * channels + place.head * L::D + i % L::D);
 }
 
 // Any number of mixtures, dim and width of the convolution (swila_any_cuda.cu); slow.

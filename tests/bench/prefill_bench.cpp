@@ -6,6 +6,12 @@
 namespace weir {
 namespace {
 
+struct SwilaMixer {
+  const char* name;
+  bool gated, temporal;
+  int32_t heads = 16;
+};
+
 struct Mixer {
   const char* name;
   Decay decay;
@@ -24,36 +30,46 @@ class PrefillBench {
                 copy_ / 1e9);
     std::printf("%-28s %4s %6s %9s %12s %9s %10s %7s\n", "mixer", "B", "tokens", "ms", "tokens/s",
                 "MB", "copy's ms", "% copy");
-    pool_ = put(random_floats(size_t(pool_floats()), 1.0f));
+    fill_pool();
   }
 
   void time(const Mixer& m, int32_t rows, int32_t tokens) {
-    if (!options_.only.empty() && std::string(m.name).find(options_.only) == std::string::npos) {
-      return;
-    }
-    at_ = 0;
     const int64_t each = int64_t(rows) * tokens * m.heads * std::max(m.key_dim, m.value_dim);
-    const int64_t copies = std::clamp<int64_t>(pool_floats() / (8 * each), 1, 8);
-    Program program;
-    size_t bytes = 0;
-    for (int64_t i = 0; i < copies; ++i) program.push_back(mix(m, rows, tokens, &bytes));
-    const double seconds = median_seconds(2, cpu_ ? 1 : 9, [&] {
-      backend_->run(program);
-      backend_->finish();
-    }) / double(copies);
-    const double all = double(rows) * tokens, floor = double(bytes) / copy_;
-    std::printf("%-28s %4d %6d %9.3f %12.0f %9.1f %10.3f %6.1f%%\n", m.name, rows, tokens,
-                seconds * 1e3, all / seconds, double(bytes) / 1e6, floor * 1e3,
-                100 * floor / seconds);
-    std::fflush(stdout);
-    results_["mixers"].push_back({{"mixer", m.name}, {"rows", rows}, {"tokens", tokens},
-                                  {"ms", seconds * 1e3}, {"bytes", bytes},
-                                  {"copy_ms", floor * 1e3}});
+    time(m.name, rows, tokens, 8 * each,
+         [&](size_t* bytes) { return mix(m, rows, tokens, bytes); });
+  }
+  void time(const SwilaMixer& m, int32_t rows, int32_t tokens) {
+    time(m.name, rows, tokens, int64_t(rows) * tokens * 16 * 1024,
+         [&](size_t* bytes) { return mix(m, rows, tokens, bytes); });
   }
   bool cpu() const { return cpu_; }
   void save() const { write_json(options_, results_); }
 
  private:
+  // `floats`: about an op's, of which a program has as many as make its activations leave caches.
+  template <typename Make>
+  void time(const char* name, int32_t rows, int32_t tokens, int64_t floats, const Make& make) {
+    if (!options_.only.empty() && std::string(name).find(options_.only) == std::string::npos) {
+      return;
+    }
+    at_ = 0;
+    const int64_t copies = std::clamp<int64_t>(pool_floats() / floats, 1, 8);
+    Program program;
+    size_t bytes = 0;
+    for (int64_t i = 0; i < copies; ++i) program.push_back(make(&bytes));
+    const double seconds = median_seconds(2, cpu_ ? 1 : 9, [&] {
+      backend_->run(program);
+      backend_->finish();
+    }) / double(copies);
+    const double all = double(rows) * tokens, floor = double(bytes) / copy_;
+    std::printf("%-28s %4d %6d %9.3f %12.0f %9.1f %10.3f %6.1f%%\n", name, rows, tokens,
+                seconds * 1e3, all / seconds, double(bytes) / 1e6, floor * 1e3,
+                100 * floor / seconds);
+    std::fflush(stdout);
+    results_["mixers"].push_back({{"mixer", name}, {"rows", rows}, {"tokens", tokens},
+                                  {"ms", seconds * 1e3}, {"bytes", bytes},
+                                  {"copy_ms", floor * 1e3}});
+  }
   template <typename T>
   T* put(const std::vector<T>& values) {
     T* data = static_cast<T*>(backend_->allocate(values.size() * sizeof(T)));
@@ -61,7 +77,15 @@ class PrefillBench {
     backend_->finish();
     return data;
   }
-  int64_t pool_floats() const { return int64_t(cpu_ ? 32 : 1088) << 20; }
+  int64_t pool_floats() const { return int64_t(cpu_ ? 32 : 1472) << 20; }
+  void fill_pool() {
+    const std::vector<float> some = random_floats(size_t(32) << 20, 1.0f);
+    pool_ = static_cast<float*>(backend_->allocate(size_t(pool_floats()) * sizeof(float)));
+    for (int64_t at = 0; at < pool_floats(); at += int64_t(some.size())) {
+      backend_->upload(pool_ + at, some.data(), some.size() * sizeof(float));
+    }
+    backend_->finish();
+  }
   // Random numbers that no other argument of the op lies on.
   Acts acts(int64_t tokens, int64_t dim) {
     if (at_ + tokens * dim > pool_floats()) at_ = 0;
@@ -114,6 +138,45 @@ class PrefillBench {
     return op;
   }
 
+  SwilaMix mix(const SwilaMixer& m, int32_t count, int32_t tokens, size_t* bytes) {
+    std::vector<int32_t> slot, first(size_t(count), 0), begin{0};
+    for (int32_t i = 0; i < count; ++i) {
+      slot.push_back(i);
+      begin.push_back(begin.back() + tokens);
+    }
+    constexpr int32_t J = 4, D = 64;
+    const int32_t T = begin.back(), C = m.heads * D, M = C * J;
+    const int64_t state = int64_t(M) * D, mixed = m.temporal ? M : 0, history = 9 * int64_t(C);
+    SwilaMix op{.rows = {.count = count, .tokens = T, .slot = put(slot), .first = put(first),
+                         .begin = put(begin)},
+                .heads = m.heads, .mixtures = J, .dim = D, .q = acts(T, C), .k = acts(T, C),
+                .v = acts(T, C), .conv_width = 4, .conv_q = vector(4 * C),
+                .conv_k = vector(4 * C), .conv_v = vector(4 * C), .key_router = acts(T, M),
+                .query_router = acts(T, M), .beta = acts(T, M), .norm_weight = vector(D),
+                .norm_eps = 1e-6f, .out = acts(T, C)};
+    int64_t floats = 4 * int64_t(C) + 3 * int64_t(M);  // a token's
+    if (m.temporal) {
+      op.key_mix = acts(T, C);
+      op.query_mix = acts(T, C);
+      floats += 2 * C;
+    }
+    if (m.gated) {
+      op.decay_in = acts(T, M);
+      op.decay_a = put(std::vector<float>(size_t(m.heads * J), 0.1f));
+      op.dt_bias = vector(M);
+      floats += M;
+    }
+    const int64_t stride = state + 2 * mixed + history;
+    float* const slots =
+        static_cast<float*>(backend_->allocate(size_t(count * stride) * sizeof(float)));
+    op.state = {slots, stride};
+    op.posterior = op.state.from(state);
+    op.prior = op.state.from(state + mixed);
+    op.history = op.state.from(state + 2 * mixed);
+    *bytes = sizeof(float) * size_t(T * floats + count * stride);
+    return op;
+  }
+
   BenchOptions options_;
   std::unique_ptr<Backend> backend_;
   bool cpu_;
@@ -133,6 +196,16 @@ void bench_all(PrefillBench& bench) {
   for (const Mixer& mixer : mixers) {
     for (const int32_t rows : batches) {
       bench.time(mixer, rows, bench.cpu() ? 64 : 2048);
+    }
+  }
+  const SwilaMixer swila[] = {{"SwiLA 16x4x64x64", false, false},
+                              {"SwiLA temporal 16x4x64x64", false, true},
+                              {"SwiLA gated 16x4x64x64", true, false},
+                              {"SwiLA gated temporal", true, true}};
+  for (const SwilaMixer& mixer : swila) {
+    for (const int32_t rows : batches) {
+      bench.time(mixer, rows, bench.cpu() ? 64 : 2048);
+      bench.time(mixer, rows, 32);  // which steps take
     }
   }
 }

@@ -1,0 +1,10 @@
+#include "kernels/swila_chunk_kernel.cuh"
+
+namespace weir::cuda::swila_chunk {
+
+void start_plain(const SwilaMix& op, Context& context, int slice) {
+  op.key_mix.data != nullptr ? start_slice<false, true>(op, context, slice)
+                             : start_slice<false, false>(op, context, slice);
+}
+
+}  // namespace weir::cuda::swila_chunk

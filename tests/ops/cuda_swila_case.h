@@ -1,0 +1,64 @@
+#pragma once
+
+#include "tests/ops/cuda_steps.h"
+
+namespace weir {
+
+struct SwilaCase {
+  int32_t mixtures = 4, dim = 64, heads = 3, conv = 4;
+  bool temporal = false, gated = false;
+  float value_scale = 3;  // large ones have mixtures switch at once
+  float dt_shift = 0;     // of the gates: small ones remember
+  float decay_scale = 0;  // every exp(A_log), if not random
+
+  std::string name() const {
+    return std::to_string(mixtures) + " of " + std::to_string(dim) + ", width " +
+           std::to_string(conv) + (gated ? ", gated" : "") + (temporal ? ", temporal" : "") +
+           (dt_shift != 0 ? ", gates " + std::to_string(int(dt_shift)) : "");
+  }
+};
+
+inline Program swila_program(Side& side, const SwilaCase& c, const Steps& steps) {
+  const int32_t T = steps.tokens(), channels = c.heads * c.dim, mixed = channels * c.mixtures;
+  SwilaMix op{.rows = steps.put(side), .heads = c.heads, .mixtures = c.mixtures, .dim = c.dim,
+              .q = side.acts(T, channels), .k = side.acts(T, channels),
+              .v = side.acts(T, channels, c.value_scale), .conv_width = c.conv,
+              .conv_q = side.floats(size_t(channels * c.conv), 0.5f),
+              .conv_k = side.floats(size_t(channels * c.conv), 0.5f),
+              .conv_v = side.floats(size_t(channels * c.conv), 0.5f),
+              .key_router = side.acts(T, mixed, 2), .query_router = side.acts(T, mixed, 2),
+              .beta = side.acts(T, mixed), .norm_weight = side.floats(size_t(c.dim)),
+              .norm_eps = 1e-5f};
+  if (c.temporal) {
+    op.key_mix = side.acts(T, channels);
+    op.query_mix = side.acts(T, channels);
+  }
+  if (c.gated) {
+    op.decay_in = side.acts(T, mixed, 3);
+    std::vector<float> a = side.normal(size_t(c.heads * c.mixtures));
+    for (float& value : a) value = c.decay_scale > 0 ? c.decay_scale : std::exp(value);
+    op.decay_a = side.put(a);
+    std::vector<float> dt_bias = side.normal(size_t(mixed));
+    for (float& value : dt_bias) value += c.dt_shift;
+    op.dt_bias = side.put(dt_bias);
+  }
+  const int64_t state = int64_t(mixed) * c.dim, history = int64_t(c.conv - 1) * 3 * channels;
+  const int64_t priors = state + 2 * mixed;
+  const int64_t stride = (priors + history + 35) / 4 * 4;  // a part of larger slots
+  std::vector<float> slots = side.normal(size_t(steps.slots() * stride), 0.3f);
+  for (int64_t slot = 0; slot < steps.slots(); ++slot) {  // distributions
+    for (int64_t i = state; i < priors; ++i) {
+      float& p = slots[size_t(slot * stride + i)];
+      p = std::fabs(p) + 0.01f;
+    }
+  }
+  op.state = {side.put(slots), stride};
+  op.posterior = op.state.from(state);
+  op.prior = op.state.from(state + mixed);
+  op.history = op.state.from(priors);
+  side.compare(op.state.data, slots.size(), "slots");
+  op.out = side.out(T, channels, "out");
+  return {op};
+}
+
+}  // namespace weir

@@ -1,0 +1,98 @@
+// The chunk kernels of SwiLA, which take the rows of many tokens, against the plain CPU op, which
+// walks the tokens one after the other.
+#include "tests/ops/cuda_swila_case.h"
+
+namespace weir {
+namespace {
+
+// Half-precision operands, sums in float32; measured below 5e-4. Where a mixture is switched to at
+// once, the smallest difference in a token grows in those after it: values here are of ordinary
+// size.
+constexpr double kTolerance = 1e-3;
+
+// Rows of the given lengths in slots of their own, every other one from a kept state; 0 stands for
+// a padding row of three tokens.
+Steps rows_of(const std::vector<int32_t>& lengths) {
+  Steps steps{{}, {}, {0}};
+  const auto count = int32_t(lengths.size());
+  for (int32_t i = 0; i < count; ++i) {
+    const bool padding = lengths[size_t(i)] == 0;
+    steps.slot.push_back(padding ? kPadding : count - 1 - i);
+    steps.first.push_back(i % 2 == 0 ? 9 : 0);
+    steps.begin.push_back(steps.begin.back() + (padding ? 3 : lengths[size_t(i)]));
+  }
+  return steps;
+}
+
+// Prompts among decoding sequences.
+const std::vector<int32_t> kMixed = {150, 1, 0, 64, 33, 7, 1, 200, 65};
+
+class CudaSwilaPrefill : public CudaTest {
+ protected:
+  static void check(const SwilaCase& c, const std::vector<int32_t>& lengths = kMixed) {
+    same("prefill, " + c.name() + ", " + std::to_string(lengths.size()) + " rows", kTolerance,
+         [&](Side& side) { return swila_program(side, c, rows_of(lengths)); });
+  }
+};
+
+std::vector<SwilaCase> variants() {
+  return {{.value_scale = 1},
+          {.temporal = true, .value_scale = 1},
+          {.gated = true, .value_scale = 1},
+          {.gated = true, .value_scale = 1, .dt_shift = -7},
+          {.temporal = true, .gated = true, .value_scale = 1},
+          {.temporal = true, .gated = true, .value_scale = 1, .dt_shift = -7}};
+}
+
+TEST_F(CudaSwilaPrefill, EveryVariant) {
+  for (const SwilaCase& c : variants()) check(c);
+}
+
+// What a wrong tail, or a wrong token at the edge of a chunk, breaks.
+TEST_F(CudaSwilaPrefill, EveryLength) {
+  std::vector<int32_t> lengths;
+  for (int32_t length = 1; length <= 130; ++length) lengths.push_back(length);
+  for (SwilaCase c : variants()) {
+    c.heads = 1;
+    check(c, lengths);
+  }
+}
+
+// Heads cut into slices of 16, 32 and 64 values: the fewer heads and rows, the thinner.
+TEST_F(CudaSwilaPrefill, EverySlice) {
+  for (SwilaCase c : variants()) {
+    for (const auto& [heads, rows] : {std::pair{1, 1}, {2, 3}, {5, 8}, {3, 30}}) {
+      std::vector<int32_t> lengths;
+      for (int32_t i = 0; i < rows; ++i) lengths.push_back(34 + i * 29 % 37);
+      c.heads = heads;
+      check(c, lengths);
+    }
+  }
+}
+
+// exp(-L) would be exp(20,480) here, and exp(80) inside one chunk.
+TEST_F(CudaSwilaPrefill, StrongGatesStayFiniteAndRight) {
+  for (const bool temporal : {false, true}) {
+    check({.heads = 1, .temporal = temporal, .gated = true, .dt_shift = 5, .decay_scale = 1},
+          {4096, 1, 40});
+  }
+}
+
+// Long memories: what is wrong in a state shows in all that follows.
+TEST_F(CudaSwilaPrefill, LongRows) {
+  for (SwilaCase c : variants()) {
+    if (c.gated && c.dt_shift == 0) continue;
+    c.heads = 1;
+    check(c, {2048, 1000});
+  }
+}
+
+// What is served by steps though its rows are long.
+TEST_F(CudaSwilaPrefill, OtherSizes) {
+  check({.mixtures = 2, .temporal = true, .gated = true}, {40, 3});
+  check({.dim = 32, .temporal = true}, {40, 3});
+  check({.conv = 3, .gated = true}, {40, 3});
+}
+
+}  // namespace
+}  // namespace weir
