@@ -8,6 +8,7 @@
 #include "kernels/backend.h"
 #include "kernels/cuda_util.cuh"
 #include "kernels/matrix_products_cuda.cuh"
+#include "kernels/resident_cuda.cuh"
 
 namespace weir {
 namespace {
@@ -105,6 +106,7 @@ struct Recorded {
   std::vector<Op> ops;
   cudaGraphExec_t graph = nullptr;
   uint64_t used = 0;  // the run that used it last
+  cuda::resident::Tables tables;
 };
 
 class CudaBackend final : public Backend {
@@ -128,7 +130,7 @@ class CudaBackend final : public Backend {
  private:
   // Start-up and steps may be of different threads, and a thread has a device.
   void use() const { WEIR_CUDA_CHECK(cudaSetDevice(device_)); }
-  void enqueue(const Program& program);
+  void enqueue(const Program& program, Recorded& entry, bool changed);
   Recorded& recorded(const Program& program, bool& known);
   void forget(cudaGraphExec_t graph);
   Lane& lane();  // that is being filled
@@ -157,6 +159,7 @@ CudaBackend::CudaBackend(int device, const CudaOptions& options) : device_(devic
   context_.multiprocessors = properties_.multiProcessorCount;
   context_.compute = properties_.major * 10 + properties_.minor;
   context_.scratch = device_memory(cuda::Context::kScratchBytes);
+  context_.meeting = cuda::resident::make_meeting(context_);
   products_ = cuda::MatrixProducts::load();
   context_.products = products_.get();
   context_.hopper = cuda::find_hopper(context_.compute);
@@ -172,6 +175,7 @@ CudaBackend::~CudaBackend() {
   for (void* block : allocated_) cudaFree(block);
   cudaFree(context_.scratch);
   for (Lane& lane : lanes_) cudaEventDestroy(lane.done);
+  cudaFree(context_.meeting);
   cudaStreamDestroy(context_.stream);
 }
 
@@ -257,12 +261,18 @@ const char* CudaBackend::unserved(const Program& program) const {
   return nullptr;
 }
 
-void CudaBackend::enqueue(const Program& program) {
+void CudaBackend::enqueue(const Program& program, Recorded& entry, bool changed) {
+  context_.tables = &entry.tables;
+  context_.changed = changed;
+  entry.tables.begin();
   context_.follows = false;
   context_.next_split = {};
   states_.clear();
-  for (const Op& op : program) {
+  for (size_t i = 0, together = 0; i < program.size(); ++i) {
     context_.split = std::exchange(context_.next_split, {});
+    if (together == 0) {
+      together = size_t(cuda::resident::run(&program[i], int(program.size() - i), context_));
+    }
     std::visit(
         [&](const auto& o) {
           if constexpr (requires { o.rows.computed; }) {
@@ -273,13 +283,15 @@ void CudaBackend::enqueue(const Program& program) {
             context_.fresh_state = std::ranges::find(states_, o.state.data) == states_.end();
             states_.push_back(o.state.data);
           }
-          if constexpr (requires { cuda::run(o, context_); }) {
+          if (together > 0) {
+            --together;  // the resident kernel has run it
+          } else if constexpr (requires { cuda::run(o, context_); }) {
             cuda::run(o, context_);
           } else {
             WEIR_UNREACHABLE("load_model() refuses models whose ops are unserved()");
           }
         },
-        op);
+        program[i]);
   }
 }
 
@@ -317,11 +329,11 @@ void CudaBackend::run(const Program& program) {
   use();
   bool known = false;
   Recorded& entry = recorded(program, known);
-  if (!known) return enqueue(program);
+  if (!known) return enqueue(program, entry, true);
   if (entry.graph == nullptr) {
     cudaGraph_t graph = nullptr;
     WEIR_CUDA_CHECK(cudaStreamBeginCapture(context_.stream, cudaStreamCaptureModeThreadLocal));
-    enqueue(program);
+    enqueue(program, entry, false);
     WEIR_CUDA_CHECK(cudaStreamEndCapture(context_.stream, &graph));
     WEIR_CUDA_CHECK(cudaGraphInstantiate(&entry.graph, graph, 0));
     WEIR_CUDA_CHECK(cudaGraphDestroy(graph));

@@ -24,6 +24,10 @@ namespace weir::cuda {
 }
 
 class MatrixProducts;  // linear_large_cuda.cu
+namespace resident {  // resident_cuda.cuh
+struct Meeting;
+class Tables;
+}  // namespace resident
 
 // Vectors as bf16, high + low = x to 16 bits or high alone: each [tokens, in] without gaps, the
 // tokens padded to 8.
@@ -59,6 +63,10 @@ struct Context {
 
   Hopper hopper;
   bool keep_low = true;                // Linear multiplies x by high and low bf16 halves
+
+  resident::Meeting* meeting = nullptr;  // null: the resident kernel does not run here
+  resident::Tables* tables = nullptr;    // of the program
+  bool changed = true;                   // the program is not the one that was in its place
 
   static constexpr size_t kScratchBytes = size_t(64) << 20;
   void* scratch = nullptr;             // of one op at a time

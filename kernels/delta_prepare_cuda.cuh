@@ -74,6 +74,10 @@ __device__ inline Channel channel(const DeltaMix& op, const Place& place, int i)
 }
 
 __device__ inline float read(const float* from) { return from != nullptr ? *from : 0.0f; }
+// What an earlier op of the step wrote, perhaps while this kernel was running: past L1.
+__device__ inline float read_new(const float* from) {
+  return from != nullptr ? __ldcg(from) : 0.0f;
+}
 
 // What a channel reads from memory for one token, all of it without a branch, so that every load
 // is on its way before the first is waited for. load_kept() reads what no kernel of the same
@@ -98,9 +102,9 @@ struct Raw {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const int back = kWidth - 1 - j;  // tokens ago
-      if (back <= place.token) x[j] = c.now[-back * c.stride];
+      if (back <= place.token) x[j] = __ldcg(c.now - back * c.stride);
     }
-    gate = read(c.gate);
+    gate = read_new(c.gate);
   }
   // `kept`, unless null, receives the inputs that the next token will look back at, oldest first.
   __device__ inline float convolved(const DeltaMix&, const Place&, int, float* kept,
@@ -121,18 +125,18 @@ struct Raw<0> {
   float gate, shift;
 
   __device__ inline void load_kept(const Channel& c, const Place&) { shift = read(c.shift); }
-  __device__ inline void load_new(const Channel& c, const Place&) { gate = read(c.gate); }
+  __device__ inline void load_new(const Channel& c, const Place&) { gate = read_new(c.gate); }
   __device__ inline float convolved(const DeltaMix& op, const Place& place, int i, float* kept,
                                     int kept_stride) const {
     const Channel c = channel(op, place, i);
     const int width = op.conv_width;
-    if (width == 0 || (op.values_ready && i >= 2 * op.key_dim)) return *c.now;
+    if (width == 0 || (op.values_ready && i >= 2 * op.key_dim)) return __ldcg(c.now);
     float sum = read(c.bias);
     for (int j = 0; j < width; ++j) {
       const int back = width - 1 - j;
       float x = 0;
       if (back <= place.token) {
-        x = c.now[-back * c.stride];
+        x = __ldcg(c.now - back * c.stride);
       } else if (!place.fresh) {
         x = c.past[(place.token + j) * place.channels];
       }
@@ -162,16 +166,23 @@ struct Pass {
 
   // With `waits` set, what this op's predecessors wrote is read only after they are done.
   __device__ inline void load(const DeltaMix& op, const Place& place, int first, bool waits) {
+    load_kept(op, place, first);
+    if (waits) wait_for_predecessor();
+    load_new(op, place, first);
+  }
+  __device__ inline void load_kept(const DeltaMix& op, const Place& place, int first) {
     const int all = 2 * op.key_dim + place.values;
     decay_a = op.decay == Decay::None ? 0.0f : op.decay_a[place.decay_head];
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       raw[u].load_kept(channel(op, place, min(first + u * kThreads, all - 1)), place);
     }
-    if (waits) wait_for_predecessor();
-    beta_in = read(op.beta.data == nullptr
-                       ? nullptr
-                       : at(op.beta, place.begin + place.token) + place.value_head);
+  }
+  __device__ inline void load_new(const DeltaMix& op, const Place& place, int first) {
+    const int all = 2 * op.key_dim + place.values;
+    beta_in = read_new(op.beta.data == nullptr
+                           ? nullptr
+                           : at(op.beta, place.begin + place.token) + place.value_head);
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       raw[u].load_new(channel(op, place, min(first + u * kThreads, all - 1)), place);

@@ -234,7 +234,7 @@ void bench_all(const BenchOptions& options) {
     bench_shape(options, {.name = "GDN, 2 layers of the 1.3B shape", .layers = 2, .mixer = gdn},
                 {1, 8}, results);
   } else {
-    const std::vector<int32_t> batches{1, 8, 32, 64, 128, 256};
+    const std::vector<int32_t> batches{1, 2, 4, 8, 32, 64, 128, 256};
     bench_shape(options, {.name = "GDN 1.3B", .mixer = gdn}, batches, results);
     bench_shape(options,
                 {.name = "DeltaNet 1.3B",
