@@ -1,64 +1,15 @@
-#include "kernels/cuda_util.cuh"
+#include "kernels/attention_cuda.cuh"
 
+// Softmax attention: which kernels run an op, and those for heads and machines that the faster ones
+// (attention_step_cuda.cu, attention_chunk_cuda.cu) do not take.
 namespace weir::cuda {
 namespace {
 
-// Floor, one token a row: the row's keys and values read once.
+using namespace attention;
+
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kAtOnce = 4;         // positions a warp has in flight
 constexpr int kHeadDimMost = 256;  // as many as the registers of attend() hold
-
-// A row's keys and values for one kv head, and the sums of log forget gates of all query heads.
-struct Memory {
-  const Attention& op;
-  int row, kv_head;
-  Slot slot;
-
-  __device__ int block_tokens() const { return op.window > 0 ? op.window : op.page_tokens; }
-  __device__ float* block(int position) const {
-    if (op.window > 0) return at(op.ring, slot);
-    const int32_t page =
-        op.page_table[int64_t(row) * op.pages_per_row + position / op.page_tokens];
-    return op.pages + page * op.page_stride;
-  }
-  // The key of a position; its value lies values_after() floats on.
-  __device__ float* key(int position) const {
-    const int64_t at_head = int64_t(kv_head) * block_tokens() + position % block_tokens();
-    return block(position) + at_head * op.head_dim;
-  }
-  __device__ int64_t values_after() const {
-    return int64_t(op.kv_heads) * block_tokens() * op.head_dim;
-  }
-  // A query head's sum up to a position; what its rounding left lies sum_rest() floats on.
-  __device__ float* gate_sum(int position, int head) const {
-    return block(position) + 2 * values_after() + int64_t(head) * block_tokens() +
-           position % block_tokens();
-  }
-  __device__ int64_t sum_rest() const { return int64_t(op.heads) * block_tokens(); }
-};
-
-// The norm of a head: all heads share one, or there is one for each.
-__device__ inline const float* norm_of(const Attention& op, const float* norm, int head) {
-  return norm != nullptr && op.norm_per_head ? norm + int64_t(head) * op.head_dim : norm;
-}
-
-// Keeps the sum of a query head's log gates up to a position, given the one before, and returns it
-// as it is kept: a chunk's sums are those of its tokens one by one.
-__device__ inline double add_gate(const Attention& op, const Memory& memory, int head, int token,
-                                  int position, double before) {
-  const double x = at(op.forget, token)[head];
-  const double total = before + fmin(x, 0.0) - log1p(exp(-fabs(x)));
-  float* const sum = memory.gate_sum(position, head);
-  sum[0] = float(total);
-  const float rest = float(total - double(sum[0]));
-  sum[memory.sum_rest()] = rest;
-  return double(sum[0]) + double(rest);
-}
-__device__ inline double gate_before(const Memory& memory, int head, int position) {
-  if (position == 0) return 0;
-  const float* const sum = memory.gate_sum(position - 1, head);
-  return double(sum[0]) + double(sum[memory.sum_rest()]);
-}
 
 // target = rope(norm(x)) of one head, by the whole block. `raw` is shared memory, [head_dim].
 __device__ void rotate(const Attention& op, const float* x, const float* norm, int position,
@@ -306,6 +257,18 @@ void run(const Attention& op, Context& context) {
   WEIR_CHECK(refusal(op) == nullptr);
   WEIR_CHECK(op.rope_theta <= 0 || op.head_dim % 2 == 0);
   WEIR_CHECK(op.rows.count <= 65535);
+  if (served(op, context)) {
+    const bool chunks = op.rows.tokens > op.rows.count;
+    if (!chunks) {
+      const int dim = op.heads * op.head_dim;
+      const SplitVectors split = leave_split(op.out, dim, op.rows.tokens, context);
+      return run_steps(op, INT_MAX, split, context);
+    }
+    if (run_chunks(op, context)) {
+      if (op.rows.count > 1) run_steps(op, 1, {}, context);
+      return;
+    }
+  }
   if (op.head_dim <= 32) return start<1>(op, context);
   if (op.head_dim <= 64) return start<2>(op, context);
   if (op.head_dim <= 128) return start<4>(op, context);

@@ -134,6 +134,24 @@ WEIR_MULTIPLY(176, 88, 89)
 WEIR_MULTIPLY(208, 104, 105)
 WEIR_MULTIPLY(248, 124, 125)
 #undef WEIR_MULTIPLY
+
+// The same for halves: sum [64, 64] = a [64, 16] b [64, 16]^T, added to sum where `add` is set.
+__device__ inline void multiply_halves(float (&sum)[32], uint64_t a, uint64_t b, bool add) {
+  asm volatile("{\n.reg .pred add;\nsetp.ne.u32 add, %34, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+               WEIR_NAMES_64 "}, %32, %33, add, 1, 1, 0, 0;\n}"
+               : WEIR_SUMS_64
+               : "l"(a), "l"(b), "r"(int(add)));
+}
+// sum [64, 64] += a [64, 16] b [16, 64]: a in registers, as tensor_core.cuh numbers them in each
+// warp's 16 rows; b's rows swizzled_rows() one after the other.
+__device__ inline void multiply_halves(float (&sum)[32], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+               WEIR_NAMES_64 "}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
+               : WEIR_SUMS_64
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 #undef WEIR_FOUR
 
 #endif  // 9.0a

@@ -24,7 +24,7 @@ class OpBench {
   bool wanted(const std::string& name) const {
     return options_.only.empty() || name.find(options_.only) != std::string::npos;
   }
-  int64_t pool_floats() const { return int64_t(cpu_ ? 16 : 1024) << 20; }
+  int64_t pool_floats() const { return int64_t(cpu_ ? 16 : 1152) << 20; }
   int64_t weight_count() const { return int64_t(cpu_ ? 64 : 1024) << 20; }
   // The slots' parts of one layer of many, `floats` each, end to end as StatePool lays them out.
   SlotState layer(int64_t number, int64_t slots, int64_t floats) const {
@@ -63,11 +63,14 @@ class OpBench {
   }
 
   void time(const std::string& name, int32_t batch, const Program& program) {
+    time(name, batch, program, cost(program.front()));
+  }
+  // The same of an op whose floor the op alone does not say.
+  void time(const std::string& name, int32_t batch, const Program& program, const Cost& floor) {
     const double seconds = median_seconds(3, cpu_ ? 5 : 21, [&] {
       backend_->run(program);
       backend_->finish();
     }) / double(program.size());
-    const Cost floor = cost(program.front());
     const double rate = double(floor.bytes) / seconds;
     std::printf("%-44s %6d %10.2f %10.2f %9.0f %6.1f%%\n", name.c_str(), batch, seconds * 1e6,
                 double(floor.bytes) / 1e6, rate / 1e9, 100 * rate / copy_);
@@ -260,6 +263,37 @@ void bench_small(OpBench& bench, int32_t batch) {
   }
 }
 
+struct SoftmaxKind {
+  const char* name;
+  int32_t heads, kv_heads, head_dim;
+};
+
+// A token of each row, which sees 2,112 positions: a prompt of 2,048 and half of 128 new tokens.
+void bench_softmax(OpBench& bench, const SoftmaxKind& k, int32_t batch) {
+  constexpr int32_t kPositions = 2112, kPage = 64, kPagesEach = kPositions / kPage;
+  const int32_t keys = k.kv_heads * k.head_dim, pages = batch * kPagesEach;
+  const int64_t stride = 2 * int64_t(keys) * kPage;
+  const int64_t copies = std::clamp<int64_t>(bench.pool_floats() / (pages * stride), 1, 32);
+  if (!bench.wanted(k.name) || pages * stride > bench.pool_floats()) return;
+  std::vector<int32_t> table;
+  for (int32_t i = 0; i < pages; ++i) table.push_back(int32_t(int64_t(i) * 7919 % pages));
+  Attention op{.rows = bench.rows(batch, kPositions - 1), .heads = k.heads,
+               .kv_heads = k.kv_heads, .head_dim = k.head_dim, .rope_theta = 10000,
+               .q = bench.acts(batch, k.heads * k.head_dim), .k = bench.acts(batch, keys),
+               .v = bench.acts(batch, keys), .out = bench.acts(batch, k.heads * k.head_dim),
+               .page_stride = stride, .page_tokens = kPage, .page_table = bench.put(table),
+               .pages_per_row = kPagesEach};
+  Program program;
+  for (int64_t i = 0; i < copies; ++i) {
+    op.pages = bench.layer(i, pages, stride).data;
+    program.push_back(op);
+  }
+  const auto floats = size_t(pages * stride);
+  bench.time(k.name, batch, program,
+             {.bytes = floats * sizeof(float),
+              .flops = 4 * size_t(batch) * kPositions * size_t(k.heads * k.head_dim)});
+}
+
 void bench_all(OpBench& bench) {
   const std::vector<int32_t> batches =
       bench.cpu() ? std::vector<int32_t>{1, 8} : std::vector<int32_t>{1, 8, 32, 128, 512, 1024};
@@ -285,6 +319,11 @@ void bench_all(OpBench& bench) {
           {"outer_step linear attention 16x128x128", 16, 16, 128, 128, By::None},
           {"outer_step normalised 16x128x128", 16, 16, 128, 128, By::None, true}}) {
       bench_outer(bench, kind, batch);
+    }
+    for (const SoftmaxKind& kind : {SoftmaxKind{"softmax 32x64", 32, 32, 64},
+                                    {"softmax 16x128", 16, 16, 128},
+                                    {"softmax 16 (4 kv) x128", 16, 4, 128}}) {
+      bench_softmax(bench, kind, batch);
     }
   }
   const std::vector<int32_t> tokens = bench.cpu()

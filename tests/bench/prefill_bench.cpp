@@ -19,6 +19,12 @@ struct Mixer {
   int32_t heads = 16, key_dim = 128, value_dim = 128;
 };
 
+struct Softmax {
+  const char* name;
+  int32_t heads, kv_heads, head_dim;
+  bool forgets = false;
+};
+
 class PrefillBench {
  public:
   explicit PrefillBench(const BenchOptions& options)
@@ -41,6 +47,29 @@ class PrefillBench {
   void time(const SwilaMixer& m, int32_t rows, int32_t tokens) {
     time(m.name, rows, tokens, int64_t(rows) * tokens * 16 * 1024,
          [&](size_t* bytes) { return mix(m, rows, tokens, bytes); });
+  }
+  // Products counted are those of the pairs that see each other.
+  void time(const Softmax& m, int32_t rows, int32_t tokens) {
+    if (!options_.only.empty() && std::string(m.name).find(options_.only) == std::string::npos) {
+      return;
+    }
+    at_ = 0;
+    const int32_t keys = m.kv_heads * m.head_dim, queries = m.heads * m.head_dim;
+    const Program program{attention(m, rows, tokens)};
+    const double seconds = median_seconds(2, cpu_ ? 1 : 9, [&] {
+      backend_->run(program);
+      backend_->finish();
+    });
+    const double all = double(rows) * tokens, bytes = 4 * all * (2.0 * queries + 4.0 * keys);
+    const double flops = 4.0 * m.heads * m.head_dim * all * (tokens + 1) / 2;
+    std::printf("%-28s %4d %6d %9.3f %12.0f %9.1f %10.3f %6.1f%% %5.0f TFLOP/s\n", m.name, rows,
+                tokens, seconds * 1e3, all / seconds, bytes / 1e6, bytes / copy_ * 1e3,
+                100 * bytes / copy_ / seconds, flops / seconds / 1e12);
+    std::fflush(stdout);
+    results_["mixers"].push_back({{"mixer", m.name}, {"rows", rows}, {"tokens", tokens},
+                                  {"ms", seconds * 1e3}, {"bytes", bytes}, {"flops", flops},
+                                  {"copy_ms", bytes / copy_ * 1e3},
+                                  {"tflop_per_s", flops / seconds / 1e12}});
   }
   bool cpu() const { return cpu_; }
   void save() const { write_json(options_, results_); }
@@ -95,18 +124,41 @@ class PrefillBench {
   }
   float* vector(int64_t count) { return put(random_floats(size_t(count), 1.0f)); }
 
-  DeltaMix mix(const Mixer& m, int32_t count, int32_t tokens, size_t* bytes) {
+  Rows rows_of(int32_t count, int32_t tokens) {
     std::vector<int32_t> slot, first(size_t(count), 0), begin{0};
     for (int32_t i = 0; i < count; ++i) {
       slot.push_back(i);
       begin.push_back(begin.back() + tokens);
     }
-    const int32_t T = begin.back(), K = m.heads * m.key_dim, V = m.heads * m.value_dim;
+    return {.count = count, .tokens = begin.back(), .slot = put(slot), .first = put(first),
+            .begin = put(begin)};
+  }
+
+  Attention attention(const Softmax& m, int32_t count, int32_t tokens) {
+    constexpr int32_t kPage = 64;
+    const int32_t keys = m.kv_heads * m.head_dim, T = count * tokens;
+    Attention op{.rows = rows_of(count, tokens), .heads = m.heads, .kv_heads = m.kv_heads,
+                 .head_dim = m.head_dim, .rope_theta = 10000, .q = acts(T, m.heads * m.head_dim),
+                 .k = acts(T, keys), .v = acts(T, keys), .forgets = m.forgets};
+    if (m.forgets) op.forget = acts(T, m.heads);
+    op.out = acts(T, m.heads * m.head_dim);
+    op.page_stride = int64_t(kPage) * 2 * (keys + (m.forgets ? m.heads : 0));
+    op.page_tokens = kPage;
+    op.pages_per_row = (tokens + kPage - 1) / kPage;
+    std::vector<int32_t> table;
+    for (int32_t i = 0; i < count * op.pages_per_row; ++i) table.push_back(i);
+    op.pages = static_cast<float*>(
+        backend_->allocate(table.size() * size_t(op.page_stride) * sizeof(float)));
+    op.page_table = put(table);
+    return op;
+  }
+
+  DeltaMix mix(const Mixer& m, int32_t count, int32_t tokens, size_t* bytes) {
+    const int32_t T = count * tokens, K = m.heads * m.key_dim, V = m.heads * m.value_dim;
     const int64_t state = int64_t(V) * m.key_dim, history = 3 * (2 * int64_t(K) + V);
-    DeltaMix op{.rows = {.count = count, .tokens = T, .slot = put(slot), .first = put(first),
-                         .begin = put(begin)},
-                .key_heads = m.heads, .value_heads = m.heads, .key_dim = m.key_dim,
-                .value_dim = m.value_dim, .q = acts(T, K), .k = acts(T, K), .v = acts(T, V),
+    DeltaMix op{.rows = rows_of(count, tokens), .key_heads = m.heads,
+                .value_heads = m.heads, .key_dim = m.key_dim, .value_dim = m.value_dim,
+                .q = acts(T, K), .k = acts(T, K), .v = acts(T, V),
                 .conv_width = 4, .conv_q = vector(4 * K), .conv_k = vector(4 * K),
                 .conv_v = vector(4 * V), .decay = m.decay, .decay_heads = m.heads,
                 .norm_weight = vector(m.value_dim), .norm_eps = 1e-6f, .out = acts(T, V)};
@@ -207,6 +259,12 @@ void bench_all(PrefillBench& bench) {
       bench.time(mixer, rows, bench.cpu() ? 64 : 2048);
       bench.time(mixer, rows, 32);  // which steps take
     }
+  }
+  for (const Softmax& mixer : {Softmax{"softmax 32x64", 32, 32, 64},
+                               {"softmax 16x128", 16, 16, 128},
+                               {"softmax 16 (4 kv) x128", 16, 4, 128},
+                               {"softmax that forgets 32x64", 32, 32, 64, true}}) {
+    for (const int32_t rows : batches) bench.time(mixer, rows, bench.cpu() ? 64 : 2048);
   }
 }
 

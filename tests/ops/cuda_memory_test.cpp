@@ -61,8 +61,8 @@ Program forgetting(Side& side, const ForgetCase& c, const Rowset& set) {
 }
 
 TEST_F(CudaTest, ForgetGates) {
-  const ForgetCase cases[] = {{"pages"}, {"pages, one kv head, 40", 6, 1, 40, 0, false},
-                              {"pages, 140 heads", 140, 140, 8}, {"ring of 6", 4, 2, 64, 6},
+  const ForgetCase cases[] = {{"pages", 4, 2, 48}, {"pages, one kv head, 40", 6, 1, 40, 0, false},
+                              {"pages, 140 heads", 140, 140, 8}, {"ring of 6", 4, 2, 48, 6},
                               {"ring of 1", 3, 3, 32, 1, false}};
   for (const ForgetCase& c : cases) {
     for (const Rowset& set : kSets) {
