@@ -242,6 +242,13 @@ CASES = {
     "fox-plain": fox(num_heads=2),
     "fox-one-kv-head": fox(num_heads=32, num_kv_heads=1, qk_norm=True, attnres_block_size=1,
                            tie_word_embeddings=True),
+    # Heads that CUDA's fast kernels of attention take.
+    "transformer-64": transformer(hidden_size=128, num_heads=2, num_kv_heads=1, qk_norm=True,
+                                  num_hidden_layers=1, tie_word_embeddings=True),
+    "transformer-64-window": transformer(hidden_size=64, num_heads=1, window_size=6,
+                                         qkv_bias=True, tie_word_embeddings=True),
+    "fox-64": fox(hidden_size=128, num_heads=2, use_output_gate=True, num_hidden_layers=1,
+                  tie_word_embeddings=True),
     "mom": mom(expand_v=1.5),
     "mom-unshared": mom(shared_mem=False, num_memories=5, topk=3, use_output_gate=False,
                         conv_size=3),
