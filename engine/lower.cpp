@@ -62,16 +62,17 @@ void lower_mixer(const LayerSpec& spec, const LayerWeights& weights, LayerContex
       spec.mixer);
 }
 
-// A norm of dim numbers, as the model has them around its halves.
+// A norm of dim numbers, as the model has them around its halves. read_once: by the next op.
 void lower_norm(const ModelSpec& spec, int32_t tokens, const float* weight, const float* bias,
-                Acts in, Acts out, Program& program) {
+                Acts in, Acts out, bool read_once, Program& program) {
   if (spec.norm == BlockNorm::Rms) {
     program.push_back(RmsNorm{.tokens = tokens,
                               .dim = spec.dim,
                               .eps = spec.norm_eps,
                               .weight = weight,
                               .in = in,
-                              .out = out});
+                              .out = out,
+                              .read_once = read_once});
     return;
   }
   program.push_back(HeadNorm{.tokens = tokens,
@@ -114,7 +115,8 @@ void lower_mlp(const Mlp& mlp, const LayerWeights& weights, LayerContext& layer)
                                  .dim = mlp.hidden,
                                  .gate = hidden,
                                  .up = hidden.from(mlp.hidden),
-                                 .out = hidden});
+                                 .out = hidden,
+                                 .read_once = true});
   layer.program.push_back(Linear{.tokens = tokens,
                                  .in = mlp.hidden,
                                  .parts = 1,
@@ -130,26 +132,37 @@ bool reads_raw(const LayerSpec& layer) {
   return mixer != nullptr && mixer->gates_read_residual;
 }
 
+// Whether the normalised input of a half is read by the one projection after it and no more.
+bool mixer_reads_once(const LayerSpec& layer) {
+  return std::holds_alternative<DeltaMixer>(layer.mixer) && !layer.route.error &&
+         !layer.route.hidden;
+}
+bool mlp_reads_once(const LayerSpec& layer) {
+  return layer.mlp->kind != Mlp::Kind::ShiftedSquare && !layer.route.hidden;
+}
+
 // Both halves of a layer, each from the residual through a norm to the residual.
 void lower_layer(const LayerSpec& spec, const LayerWeights& weights, Residual& residual,
                  LayerContext& layer) {
   Workspace& workspace = layer.workspace;
   const int32_t tokens = layer.rows.tokens;
   const auto begin_half = [&](const float* depth, const float* norm, const float* bias,
-                              Acts space) {
+                              Acts space, bool read_once) {
     layer.raw = residual.read(depth, space);
-    lower_norm(layer.spec, tokens, norm, bias, layer.raw, layer.in, layer.program);
+    lower_norm(layer.spec, tokens, norm, bias, layer.raw, layer.in, read_once, layer.program);
     residual.write(layer);
   };
   const int64_t before = workspace.mark();
   take_lanes(spec, layer);
   const int64_t mark = workspace.mark();
   const Acts space = reads_raw(spec) ? workspace.take(tokens, layer.spec.dim) : layer.in;
-  begin_half(weights.mixer_depth, weights.mixer_norm, weights.mixer_norm_bias, space);
+  begin_half(weights.mixer_depth, weights.mixer_norm, weights.mixer_norm_bias, space,
+             mixer_reads_once(spec));
   lower_mixer(spec, weights, layer);
   workspace.release(mark);
   if (spec.mlp) {
-    begin_half(weights.mlp_depth, weights.mlp_norm, weights.mlp_norm_bias, layer.in);
+    begin_half(weights.mlp_depth, weights.mlp_norm, weights.mlp_norm_bias, layer.in,
+               mlp_reads_once(spec));
     if (spec.mlp->kind == Mlp::Kind::ShiftedSquare) {
       lower_shifted_mlp(spec, weights, layer);
     } else {
@@ -171,7 +184,7 @@ void lower_outputs(const ModelSpec& spec, const ModelWeights& weights, const Ste
                            .index = arrays.output_token,
                            .in = residual,
                            .out = picked});
-  lower_norm(spec, outputs, weights.norm, weights.norm_bias, picked, picked, program);
+  lower_norm(spec, outputs, weights.norm, weights.norm_bias, picked, picked, true, program);
   program.push_back(Linear{.tokens = outputs,
                            .in = spec.dim,
                            .parts = 1,
@@ -213,7 +226,7 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
                           .out = residual.current()});
   if (spec.embedding_norm) {
     lower_norm(spec, tokens, weights.embedding_norm, weights.embedding_norm_bias,
-               residual.current(), residual.current(), program);
+               residual.current(), residual.current(), false, program);
   }
   Lanes lanes = make_lanes(spec, tokens, workspace);
 

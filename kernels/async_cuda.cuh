@@ -155,6 +155,17 @@ __device__ inline void cluster_barrier() {
 #endif
 }
 
+// The same without a word about memory: what a block has read before it arrives stays as it was
+// until then.
+__device__ inline void cluster_meeting() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.aligned;" ::
+          : "memory");
+#endif
+}
+
 // Where block `rank` of the cluster has what this block has at `mine`.
 __device__ inline uint32_t peer_address(const float* mine, uint32_t rank) {
   uint32_t address = 0;

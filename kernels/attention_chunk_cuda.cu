@@ -391,8 +391,8 @@ void start(const ChunkJob& job, Context& context) {
 bool run_chunks(const Attention& op, Context& context) {
   const size_t row_bytes = size_t(op.rows.tokens) * op.head_dim * sizeof(float);
   const size_t angle_bytes = op.rope_theta > 0 ? row_bytes : 0;
-  if (context.compute != 90 || angle_bytes > Context::kScratchBytes) return false;
-  const int heads_fit = int((Context::kScratchBytes - angle_bytes) / row_bytes);
+  if (context.compute != 90 || angle_bytes > context.half_bytes) return false;
+  const int heads_fit = int((context.half_bytes - angle_bytes) / row_bytes);
   if (op.window > 0 && (op.forgets || heads_fit == 0)) return false;
   ChunkJob job{.op = op};
   auto* const scratch = static_cast<float*>(context.scratch);

@@ -16,6 +16,7 @@ namespace {
 constexpr size_t kAlign = 256;
 constexpr size_t kPinnedBytes = size_t(8) << 20;  // each way, of each lane
 constexpr size_t kGraphsKept = 256;
+constexpr size_t kScratchMost = size_t(192) << 20;  // of each half: 16,384 bf16 vectors of 5,632
 
 std::string mib(size_t bytes) {
   constexpr size_t kMib = 1 << 20;
@@ -158,7 +159,8 @@ CudaBackend::CudaBackend(int device, const CudaOptions& options) : device_(devic
   }
   context_.multiprocessors = properties_.multiProcessorCount;
   context_.compute = properties_.major * 10 + properties_.minor;
-  context_.scratch = device_memory(cuda::Context::kScratchBytes);
+  context_.half_bytes = std::min(kScratchMost, properties_.totalGlobalMem / 512 / kAlign * kAlign);
+  context_.scratch = device_memory(2 * context_.half_bytes);
   context_.meeting = cuda::resident::make_meeting(context_);
   products_ = cuda::MatrixProducts::load();
   context_.products = products_.get();
@@ -269,7 +271,9 @@ void CudaBackend::enqueue(const Program& program, Recorded& entry, bool changed)
   context_.next_split = {};
   states_.clear();
   for (size_t i = 0, together = 0; i < program.size(); ++i) {
+    const Op* const next = i + 1 < program.size() ? &program[i + 1] : nullptr;
     context_.split = std::exchange(context_.next_split, {});
+    context_.next = next == nullptr ? nullptr : std::get_if<Linear>(next);
     if (together == 0) {
       together = size_t(cuda::resident::run(&program[i], int(program.size() - i), context_));
     }

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "kernels/check.h"
@@ -35,12 +36,19 @@ struct SplitVectors {
   __nv_bfloat16 *high = nullptr, *low = nullptr;
 };
 
-// Which vectors have been split into the scratch.
+// Which vectors have been split into the scratch, and into which half of it.
 struct Split {
   const float* data = nullptr;
   int64_t stride = 0;
   int in = 0, tokens = 0;
-  bool operator==(const Split&) const = default;
+  int half = 0;
+  // Not 0: the vectors have their norm's weights but not yet its scale. So many sums of squares a
+  // token, whose sum is the token's, lie at the half's end.
+  int squares = 0;
+  float eps = 0;
+  bool same_vectors(const Split& o) const {
+    return data == o.data && stride == o.stride && in == o.in && tokens == o.tokens;
+  }
 };
 
 // What the kernels for Hopper need to know of the machine.
@@ -68,28 +76,28 @@ struct Context {
   resident::Tables* tables = nullptr;    // of the program
   bool changed = true;                   // the program is not the one that was in its place
 
-  static constexpr size_t kScratchBytes = size_t(64) << 20;
-  void* scratch = nullptr;             // of one op at a time
+  // Two halves: a kernel may read split vectors in one and leave others in the other.
+  void* scratch = nullptr;
+  size_t half_bytes = 0;
   Split split;                         // what the op before has left in the scratch
   Split next_split;                    // what this op leaves there
+  const Linear* next = nullptr;        // the op after this one, if it is of this kind
 };
 
 Hopper find_hopper(int compute);
 
-// Where the split of [tokens, in] vectors lies in the scratch.
-inline SplitVectors split_vectors(int in, int tokens, const Context& context) {
-  auto* high = static_cast<__nv_bfloat16*>(context.scratch);
-  const int64_t padded = (int64_t(tokens) + 7) / 8 * 8;
-  return {high, context.keep_low ? high + padded * in : nullptr};
-}
 // The place for an op's output to be left split, for the Linear that may follow; null: no need.
 SplitVectors leave_split(const Acts& out, int dim, int tokens, Context& context);
+// Whether the next op is a Linear that reads just this output, and reads it split.
+bool next_reads_split(const Acts& out, int dim, int tokens, const Context& context);
 
 void run(const Embed& op, Context& context);
 void run(const Gather& op, Context& context);
 void run(const RmsNorm& op, Context& context);
 void run(const Linear& op, Context& context);
 void run(const Swiglu& op, Context& context);
+// A Linear and the op after it in one, if they fit each other and the kernels; ops done: 2 or 0.
+size_t run_fused(std::span<const Op> ops, Context& context);
 void run(const DeltaMix& op, Context& context);
 void run(const SwilaMix& op, Context& context);
 void run(const OuterStep& op, Context& context);
@@ -177,12 +185,30 @@ __device__ inline void split(float x, float y, uint32_t& high, uint32_t& low) {
   high = reinterpret_cast<const uint32_t&>(h);
   low = reinterpret_cast<const uint32_t&>(l);
 }
+// Four numbers next to each other.
+__device__ inline void split(const float4& v, uint2& high, uint2& low) {
+  split(v.x, v.y, high.x, low.x);
+  split(v.z, v.w, high.y, low.y);
+}
 // One number of an output that is also left split.
 __device__ inline void store_split(const SplitVectors& to, int64_t place, float x) {
   if (to.high == nullptr) return;
   const __nv_bfloat16 high = __float2bfloat16_rn(x);
   to.high[place] = high;
   if (to.low != nullptr) to.low[place] = __float2bfloat16_rn(x - __bfloat162float(high));
+}
+// Four of them, at a multiple of four.
+__device__ inline void store_split(const SplitVectors& to, int64_t place, const float4& v) {
+  if (to.high == nullptr) return;
+  uint2 high, low;
+  split(v, high, low);
+  *reinterpret_cast<uint2*>(to.high + place) = high;
+  if (to.low != nullptr) *reinterpret_cast<uint2*>(to.low + place) = low;
+}
+
+// Whether vectors may be read and written four numbers at a time.
+inline bool by_fours(const Acts& acts) {
+  return reinterpret_cast<uintptr_t>(acts.data) % 16 == 0 && acts.stride % 4 == 0;
 }
 
 __device__ inline float* at(const Acts& acts, int64_t token) {

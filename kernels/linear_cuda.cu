@@ -2,10 +2,10 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "kernels/async_cuda.cuh"
 #include "kernels/linear_cuda.cuh"
+#include "kernels/resident_cuda.cuh"
 
 namespace weir::cuda {
 namespace {
@@ -59,13 +59,7 @@ __global__ __launch_bounds__(kThreads) void split_kernel(Acts x, int in, int tok
   const int i = (blockIdx.x * kThreads + threadIdx.x) * 4;
   if (i >= in) return;
   for (int token = blockIdx.y; token < tokens; token += gridDim.y) {
-    const float4 v = *reinterpret_cast<const float4*>(at(x, token) + i);
-    uint2 high, low;
-    split(v.x, v.y, high.x, low.x);
-    split(v.z, v.w, high.y, low.y);
-    const int64_t place = int64_t(token) * in + i;
-    *reinterpret_cast<uint2*>(to.high + place) = high;
-    if (to.low != nullptr) *reinterpret_cast<uint2*>(to.low + place) = low;
+    store_split(to, int64_t(token) * in + i, *reinterpret_cast<const float4*>(at(x, token) + i));
   }
 }
 
@@ -302,7 +296,7 @@ int cluster_size(const Context& context, int rows, int in) {
 }
 
 template <int kTile>
-void start(const Linear& op, int rows, Context& context) {
+void start(const Linear& op, int rows, const SplitVectors& x, Context& context) {
   const int cluster = cluster_size(context, rows, op.in);
   const size_t shared = kRingBytes + size_t(kRows) * (kTile * 8 + 1) * sizeof(float);
   WEIR_CUDA_CHECK(cudaFuncSetAttribute(linear_kernel<kTile>,
@@ -313,7 +307,7 @@ void start(const Linear& op, int rows, Context& context) {
           .block = dim3(kThreads),
           .shared = shared,
           .cluster = cluster},
-         linear_kernel<kTile>, op, split_vectors(op.in, op.tokens, context), cluster);
+         linear_kernel<kTile>, op, x, cluster);
 }
 
 // Any dtype, size and alignment: one warp a row, eight tokens at a time, lanes along the columns.
@@ -362,22 +356,77 @@ bool fits_tensor_cores(const Linear& op) {
   });
 }
 
+// How many tokens' split vectors a half of the scratch holds; a multiple of 8.
+int most_split(int in, const Context& context) {
+  const size_t each = size_t(in) * (context.keep_low ? 4 : 2);
+  return int(std::min((context.half_bytes - kSquaresBytes) / each / 8 * 8, size_t(1) << 30));
+}
+
+// Where the split vectors lie.
+SplitVectors place_of(const Split& split, const Context& context) {
+  auto* high = reinterpret_cast<__nv_bfloat16*>(static_cast<char*>(context.scratch) +
+                                                split.half * context.half_bytes);
+  const int64_t padded = (int64_t(split.tokens) + 7) / 8 * 8;
+  return {high, context.keep_low ? high + padded * split.in : nullptr};
+}
+
+bool has_hopper(const Context& context) { return context.hopper.encode_map != nullptr; }
+bool fits_hopper(const Linear& op, const Context& context) {
+  return has_hopper(context) && op.tokens > 0 && op.tokens <= kHopperTokens &&
+         op.range == nullptr && fits_tensor_cores(op);
+}
+
+// Whether the kernel of whole steps may run the next op, which reads float32.
+bool resident_may_follow(int tokens, const Context& context) {
+  return context.meeting != nullptr && tokens <= resident::kTokensMost;
+}
+
+bool same(const Acts& a, const Acts& b) { return a.data == b.data && a.stride == b.stride; }
+
+// Whether gate's halves are just what op computes.
+bool fits(const Linear& op, const Swiglu& gate) {
+  return op.parts == 2 && op.part[0].rows == gate.dim && op.part[1].rows == gate.dim &&
+         op.bias[0] == nullptr && op.bias[1] == nullptr && !op.accumulate &&
+         op.tokens == gate.tokens && same(gate.gate, op.y) &&
+         same(gate.up, op.y.from(gate.dim)) && gate.read_once && gate.dim % 8 == 0 &&
+         by_fours(gate.out);
+}
+// Whether norm's input is just what op computes, and its output just what reader reads.
+bool fits(const Linear& op, const RmsNorm& norm, const Linear& reader) {
+  return op.parts == 1 && op.bias[0] == nullptr && op.part[0].rows == norm.dim &&
+         reader.in == norm.dim && op.tokens == norm.tokens && reader.tokens == norm.tokens &&
+         same(norm.in, op.y) && same(norm.out, reader.x) && norm.read_once &&
+         norm.dim % 8 == 0 && by_fours(op.y) &&
+         reinterpret_cast<uintptr_t>(norm.weight) % 16 == 0;
+}
+
 }  // namespace
 
 SplitVectors leave_split(const Acts& out, int dim, int tokens, Context& context) {
-  if (dim % 8 != 0 || tokens > most_split(dim)) return {};
-  context.next_split = {out.data, out.stride, dim, tokens};
-  return split_vectors(dim, tokens, context);
+  if (dim % 8 != 0 || tokens > most_split(dim, context)) return {};
+  context.next_split = {out.data, out.stride, dim, tokens, 1 - context.split.half};
+  return place_of(context.next_split, context);
 }
 
-int most_split(int in) { return int(Context::kScratchBytes / (size_t(in) * 4) / 8 * 8); }
+bool next_reads_split(const Acts& out, int dim, int tokens, const Context& context) {
+  const Linear* const next = context.next;
+  return next != nullptr && next->x.data == out.data && next->x.stride == out.stride &&
+         next->in == dim && next->tokens == tokens && next->range == nullptr &&
+         tokens <= most_split(dim, context) && fits_tensor_cores(*next) &&
+         !resident_may_follow(tokens, context) &&
+         (has_hopper(context) || (context.compute >= 80 && tokens > 8));
+}
 
-void split(const Acts& x, int in, int tokens, Context& context) {
-  context.next_split = {x.data, x.stride, in, tokens};  // also for another Linear of the same x
-  if (std::exchange(context.split, context.next_split) == context.next_split) return;
+SplitVectors split(const Acts& x, int in, int tokens, Context& context) {
+  const Split wanted{x.data, x.stride, in, tokens, context.split.half};
+  const bool there = context.split.same_vectors(wanted);
+  if (!there) context.split = wanted;
+  context.next_split = context.split;  // also for another Linear of the same x
+  const SplitVectors place = place_of(wanted, context);
+  if (there) return place;
   const dim3 grid((in / 4 + kThreads - 1) / kThreads, std::min(tokens, 65535));
-  launch(context, {.grid = grid, .block = dim3(kThreads)}, split_kernel, x, in, tokens,
-         split_vectors(in, tokens, context));
+  launch(context, {.grid = grid, .block = dim3(kThreads)}, split_kernel, x, in, tokens, place);
+  return place;
 }
 
 int total_rows(const Linear& op) {
@@ -393,36 +442,54 @@ void run_small(const Linear& op, Context& context) {
     launch(context, {.grid = grid, .block = dim3(kThreads)}, linear_any_kernel, op);
     return;
   }
-  if (op.tokens <= 8) return start<1>(op, rows, context);
-  split(op.x, op.in, op.tokens, context);
-  start<2>(op, rows, context);
+  if (op.tokens <= 8) return start<1>(op, rows, {}, context);
+  start<2>(op, rows, split(op.x, op.in, op.tokens, context), context);
 }
 
-// So many tokens at a time.
+// At most so many tokens at a time, about as many each time.
 static void run_in_turn(const Linear& op, int most, Context& context) {
+  constexpr int kEven = 128;
+  const int turns = (op.tokens + most - 1) / most;
+  const int even = ((op.tokens + turns - 1) / turns + kEven - 1) / kEven * kEven;
+  const int each = std::min(even, most);
   Linear some = op;
-  for (int first = 0; first < op.tokens; first += most) {
-    some.tokens = std::min(most, op.tokens - first);
+  for (int first = 0; first < op.tokens; first += each) {
+    some.tokens = std::min(each, op.tokens - first);
     run(some, context);
-    some.x.data += most * op.x.stride;
-    some.y.data += most * op.y.stride;
+    some.x.data += each * op.x.stride;
+    some.y.data += each * op.y.stride;
   }
 }
 
 void run(const Linear& op, Context& context) {
   if (op.tokens == 0 || total_rows(op) == 0) return;
   if (op.range != nullptr) return run_range(op, context);
-  const int most = fits_tensor_cores(op) ? most_split(op.in) : op.tokens;
+  const int most = fits_tensor_cores(op) ? most_split(op.in, context) : op.tokens;
   WEIR_CHECK(most > 0);
   if (op.tokens > most) return run_in_turn(op, most, context);
-  const bool hopper = context.hopper.encode_map != nullptr;
-  if (hopper && op.tokens <= kHopperTokens && fits_tensor_cores(op)) {
-    run_hopper(op, context);
+  if (fits_hopper(op, context)) {
+    run_hopper(op, {}, context);
   } else if (op.tokens >= kLargeTokens && context.products != nullptr && fits_tensor_cores(op)) {
     run_large(op, context);
   } else {
     run_small(op, context);
   }
+}
+
+size_t run_fused(std::span<const Op> ops, Context& context) {
+  const auto* const op = std::get_if<Linear>(&ops[0]);
+  if (op == nullptr || ops.size() < 2 || !fits_hopper(*op, context)) return 0;
+  if (const auto* const gate = std::get_if<Swiglu>(&ops[1])) {
+    if (!fits(*op, *gate)) return 0;
+    run_hopper(*op, {.gate = gate}, context);
+    return 2;
+  }
+  const auto* const norm = std::get_if<RmsNorm>(&ops[1]);
+  const auto* const reader = ops.size() > 2 ? std::get_if<Linear>(&ops[2]) : nullptr;
+  if (norm == nullptr || reader == nullptr || !fits(*op, *norm, *reader)) return 0;
+  if (!fits_hopper(*reader, context) || resident_may_follow(op->tokens, context)) return 0;
+  run_hopper(*op, {.norm = norm}, context);
+  return 2;
 }
 
 }  // namespace weir::cuda

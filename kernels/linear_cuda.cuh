@@ -9,14 +9,26 @@ inline constexpr int kLargeTokens = 17;
 // Up to so many tokens the kernels for Hopper read the weights once.
 inline constexpr int kHopperTokens = 128;
 
-// x as bf16 in the scratch, where split_vectors() says; nothing to do if the op before left it.
-void split(const Acts& x, int in, int tokens, Context& context);
-// How many tokens' split vectors the scratch holds; a multiple of 8.
-int most_split(int in);
+// x as bf16 in the scratch; nothing to do if the op before left it.
+SplitVectors split(const Acts& x, int in, int tokens, Context& context);
 
 int total_rows(const Linear& op);
 void run_small(const Linear& op, Context& context);  // any Linear
-void run_hopper(const Linear& op, Context& context);  // bf16, 16-byte aligned, few tokens
+// The op after a Linear, done in the same kernel: none, or one of them.
+struct Epilogue {
+  const Swiglu* gate = nullptr;
+  const RmsNorm* norm = nullptr;
+};
+// bf16, 16-byte aligned, few tokens.
+void run_hopper(const Linear& op, const Epilogue& epilogue, Context& context);
+
+// Where the sums of squares of split vectors lie, [sums, kHopperTokens], and how many fit.
+inline constexpr size_t kSquaresBytes = size_t(1) << 20;
+inline constexpr int kSquaresMost = int(kSquaresBytes / sizeof(float) / kHopperTokens);
+inline float* squares_of(const Split& split, const Context& context) {
+  return reinterpret_cast<float*>(static_cast<char*>(context.scratch) +
+                                  (split.half + 1) * context.half_bytes - kSquaresBytes);
+}
 void run_large(const Linear& op, Context& context);   // bf16, 16-byte aligned, by cuBLASLt
 
 }  // namespace weir::cuda

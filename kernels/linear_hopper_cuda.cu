@@ -2,11 +2,12 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/linear_cuda.cuh"
-#include "kernels/wgmma_cuda.cuh"
+#include "kernels/linear_epilogue_cuda.cuh"
 
 namespace weir::cuda {
 namespace {
+
+using namespace hopper;
 
 // A block computes `rows` rows of the stacked matrices for all tokens; blocks of a cluster share
 // the columns and add their sums up through each other's shared memory, in the order of their
@@ -23,6 +24,10 @@ namespace {
 // A token's sum is one order of columns that depends on the matrix alone: not on the number of
 // tokens.
 //
+// A gate and its other half (SwiGLU) are done in the same kernel: a block then has as many rows of
+// the one as of the other. So is half of a norm of y: its weights here; its scale, a number a token
+// that is known only when all blocks are done, by the Linear after it, to what comes out of that.
+//
 // Floor: the weights read once.
 constexpr int kColumns = 64;        // of a stage: the 128 bytes of a swizzled row
 constexpr int kRowBytes = kColumns * 2;
@@ -31,38 +36,9 @@ constexpr int kGroupTokens = 64;
 constexpr int kMostStages = 16;
 constexpr size_t kAlign = 1024;     // of a swizzled tile
 
-// Consecutive parts that lie next to each other are one matrix: a slab.
-struct Slabs {
-  CUtensorMap map[Linear::kParts];
-  int first_tile[Linear::kParts + 1];  // tiles of `rows` rows; none spans two slabs
-  int first_row[Linear::kParts];       // of y
-  int rows[Linear::kParts];
-};
-
-struct Job {
-  CUtensorMap x;  // [planes, tokens, in]
-  Slabs slabs;
-  Acts y;
-  const float* bias[Linear::kParts];
-  int part_end[Linear::kParts];  // rows of y above it
-  int tokens, padded;            // padded to 8
-  int planes;                    // of x: 2 high and low, 1 high alone
-  int chunks;                    // of 64 columns
-  int cluster, stages;
-  bool accumulate, biased;
-  bool aligned;                  // four neighbours of y may be stored at once
-};
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-constexpr int kMostCluster = 8;
 constexpr int kEarly = 5;  // stages not yet asked for when the successor may start
-
-// Where a block's work lies.
-struct Block {
-  int slab, first_row;   // of the slab
-  int rank, first, end;  // chunks
-};
 
 __device__ inline Block block_of(const Job& job, int rows) {
   Block block;
@@ -94,17 +70,23 @@ __device__ void copy_stages(const Job& job, const Block& block, const Ring& ring
   const int count = block.end - block.first, ahead = min(count, job.stages);
   const auto copy_matrix = [&](int chunk, int stage) {
     barrier_expect(ring.full + 8 * stage, ring.stage_bytes);
-    copy_box(ring.matrix(stage), map, (block.first + chunk) * kColumns, block.first_row,
-             ring.full + 8 * stage, kReadOnce);
+    const int column = (block.first + chunk) * kColumns, full = ring.full + 8 * stage;
+    copy_box(ring.matrix(stage), map, column, block.first_row, full, kReadOnce);
+    if (!job.gated) return;
+    const uint32_t half = (ring.stage_bytes - ring.x_bytes) / 2;
+    copy_box(ring.matrix(stage) + half, job.slabs.map[1], column, block.first_row, full, kReadOnce);
   };
   const auto copy_x = [&](int chunk, int stage) {
     copy_box(ring.x(stage), job.x, (block.first + chunk) * kColumns, 0, 0, ring.full + 8 * stage,
              kReadOften);
   };
+#pragma unroll 1  // here and below: see store_slowly()
   for (int i = 0; i < ahead; ++i) copy_matrix(i, i);
   if (count <= ahead + kEarly) let_successor_start();
   wait_for_predecessor();
+#pragma unroll 1
   for (int i = 0; i < ahead; ++i) copy_x(i, i);
+#pragma unroll 1
   for (int i = ahead, stage = 0, parity = 0; i < count; ++i) {
     barrier_wait(ring.free + 8 * stage, parity);
     copy_matrix(i, stage);
@@ -124,6 +106,7 @@ __device__ void add_stages(const Job& job, const Block& block, const Ring& ring,
                            float (&sum)[kRows / 2]) {
   int stage = 0, parity = 0, before = 0;
   const uint32_t own = uint32_t(group) * kGroupTokens * kRowBytes;
+#pragma unroll 1
   for (int i = block.first; i < block.end; ++i) {
     barrier_wait(ring.full + 8 * stage, parity);
     const uint64_t high = swizzled_rows(ring.x(stage) + own);
@@ -147,92 +130,14 @@ __device__ void add_stages(const Job& job, const Block& block, const Ring& ring,
   products_wait<0>();
 }
 
-__device__ inline float4 read_four(const float* mine, uint32_t rank) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(peer_address(mine, rank))
-               : "memory");
-  return v;
-}
-
-__device__ inline float bias_of(const Job& job, int row) {
-  int part = 0;
-  while (row >= job.part_end[part]) ++part;
-  const float* bias = job.bias[part];
-  return bias == nullptr ? 0.0f : bias[row - (part == 0 ? 0 : job.part_end[part - 1])];
-}
-
-// y of four neighbouring rows; `count` of them exist.
-__device__ inline void store(const Job& job, int row, int token, const float (&value)[4],
-                             int count) {
-  float* y = at(job.y, token) + row;
-  if (job.aligned && count == 4) {
-    float4 v{value[0], value[1], value[2], value[3]};
-    if (job.biased) {
-      v = {v.x + bias_of(job, row), v.y + bias_of(job, row + 1), v.z + bias_of(job, row + 2),
-           v.w + bias_of(job, row + 3)};
-    }
-    auto* to = reinterpret_cast<float4*>(y);
-    if (job.accumulate) {
-      const float4 old = *to;
-      v = {old.x + v.x, old.y + v.y, old.z + v.z, old.w + v.w};
-    }
-    *to = v;
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (i >= count) return;
-    const float v = value[i] + (job.biased ? bias_of(job, row + i) : 0.0f);
-    y[i] = job.accumulate ? y[i] + v : v;
-  }
-}
-
-// Adds the cluster's sums, each [tokens][kRows + 4] in its block's shared memory, and stores this
-// block's part of the rows. Several sums are on their way at a time.
-template <int kRows, int kCluster>
-__device__ void store_sums(const Job& job, const Block& block, const float* sums) {
-  constexpr int kAtOnce = kMostCluster / kCluster;
-  constexpr int kShare = (kRows / 4 + kCluster - 1) / kCluster;  // fours of rows
-  const int first = block.rank * kShare, own = min(kShare, kRows / 4 - first);
-  const int all = own * job.tokens;
-  for (int begin = threadIdx.x; begin < all; begin += kAtOnce * blockDim.x) {
-    float4 part[kAtOnce][kCluster];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int i = min(begin + j * int(blockDim.x), all - 1);
-      const float* mine = sums + i / own * (kRows + 4) + (first + i % own) * 4;
-#pragma unroll
-      for (int c = 0; c < kCluster; ++c) part[j][c] = read_four(mine, uint32_t(c));
-    }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int i = begin + j * int(blockDim.x), slab_row = block.first_row + (first + i % own) * 4;
-      float value[4] = {};
-#pragma unroll
-      for (int c = 0; c < kCluster; ++c) {
-        value[0] += part[j][c].x;
-        value[1] += part[j][c].y;
-        value[2] += part[j][c].z;
-        value[3] += part[j][c].w;
-      }
-      const int count = min(4, job.slabs.rows[block.slab] - slab_row);
-      if (i < all && count > 0) {
-        store(job, job.slabs.first_row[block.slab] + slab_row, i / own, value, count);
-      }
-    }
-  }
-}
-
 #endif  // 9.0a
 
-// Threads of a block: its warpgroups, the copying warp, and for a block that is to fill half of a
-// multiprocessor's registers (see start()) warps that only store.
-constexpr int least_threads(int groups) { return groups * kGroupThreads + 32; }
+// Threads of a block: its warpgroups, the copying warp, and warps that only store: as many as half
+// of a multiprocessor's registers allow, or more (see start()); with two warpgroups all of them.
+constexpr int registers_of(int rows) { return rows / 2 + 36; }  // of a thread, about
 constexpr int most_threads(int rows, int groups) {
-  const int filled = (36000 / (rows / 2 + 28) + 31) / 32 * 32;
-  return groups == 1 && filled > least_threads(1) ? filled : least_threads(groups);
+  if (groups == 1) return (36000 / registers_of(rows) + 31) / 32 * 32;
+  return rows <= 176 ? 512 : 384;
 }
 
 template <int kRows, int kGroups>
@@ -241,15 +146,17 @@ __global__ __launch_bounds__(most_threads(kRows, kGroups), 1) void linear_kernel
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(kAlign) char shared[];
   __shared__ uint64_t barriers[2 * kMostStages];
+  __shared__ float scale[kHopperTokens];
   Ring ring{.full = shared_address(barriers), .x_plane = uint32_t(job.padded) * kRowBytes};
   ring.data = (shared_address(shared) + kAlign - 1) / kAlign * kAlign;
   ring.free = ring.full + 8 * kMostStages;
   ring.x_bytes = ring.x_plane * job.planes;
   ring.stage_bytes = ring.x_bytes + kRows * kRowBytes;
-  const Block block = block_of(job, kRows);
+  const Block block = block_of(job, job.gated ? kRows / 2 : kRows);
   const int warp = threadIdx.x / 32, group = warp / 4;
 
   if (threadIdx.x == 0) {
+#pragma unroll 1
     for (int s = 0; s < job.stages; ++s) {
       barrier_init(ring.full + 8 * s, 1);
       barrier_init(ring.free + 8 * s, kGroups);
@@ -264,6 +171,7 @@ __global__ __launch_bounds__(most_threads(kRows, kGroups), 1) void linear_kernel
     wait_for_predecessor();
   } else {
     wait_for_predecessor();
+    load_scales(job, scale);
     float sum[kRows / 2] = {};
     if (job.planes == 2) {
       add_stages<kRows, true>(job, block, ring, group, sum);
@@ -291,13 +199,15 @@ __global__ __launch_bounds__(most_threads(kRows, kGroups), 1) void linear_kernel
   } else {
     __syncthreads();  // the block's sums are there
   }
-  switch (job.cluster) {
-    case 1: store_sums<kRows, 1>(job, block, sums); break;
-    case 2: store_sums<kRows, 2>(job, block, sums); break;
-    case 4: store_sums<kRows, 4>(job, block, sums); break;
-    default: store_sums<kRows, 8>(job, block, sums); break;
+  switch (job.plain ? job.cluster : 0) {
+    case 0: store_slowly(job, block, sums, scale, kRows); break;
+    case 1: store_all<kRows, 1>(job, block, sums, scale); break;
+    case 2: store_all<kRows, 2>(job, block, sums, scale); break;
+    case 4: store_all<kRows, 4>(job, block, sums, scale); break;
+    default: store_all<kRows, 8>(job, block, sums, scale); break;
   }
-  if (job.cluster > 1) cluster_barrier();  // no block leaves while its sums are being read
+  __syncwarp();
+  if (job.cluster > 1) cluster_meeting();  // no block leaves while its sums are being read
 #endif
 }
 
@@ -327,7 +237,7 @@ struct Tiling {
 
 constexpr int kTileRows[] = {32, 64, 96, 104, 128, 144, 176, 208, 248};
 
-Tiling choose_tiling(const int* slab_rows, int slabs, int in, const Hopper& hopper) {
+Tiling choose_tiling(const int* slab_rows, int slabs, int in, bool gated, const Hopper& hopper) {
   const int chunks = (in + kColumns - 1) / kColumns;
   Tiling best;
   double least = 0;
@@ -335,8 +245,10 @@ Tiling choose_tiling(const int* slab_rows, int slabs, int in, const Hopper& hopp
     const int cluster = 1 << size, at_once = hopper.clusters[size] * cluster;
     if (at_once == 0 || (cluster > 1 && chunks < 2 * cluster)) break;
     for (const int rows : kTileRows) {
+      if (gated && rows % 16 != 0) continue;  // two halves of whole eights
+      const int each = gated ? rows / 2 : rows;
       int tiles = 0;
-      for (int s = 0; s < slabs; ++s) tiles += (slab_rows[s] + rows - 1) / rows;
+      for (int s = 0; s < slabs; ++s) tiles += (slab_rows[s] + each - 1) / each;
       const int waves = (tiles * cluster + at_once - 1) / at_once;
       // Bytes through one multiprocessor: the matrix; x of 32 tokens, from the cache; and what a
       // cluster's exchange takes, in bytes that could have been read meanwhile.
@@ -367,41 +279,89 @@ int find_slabs(const Linear& op, int (&first_part)[Linear::kParts], int (&rows)[
   return slabs;
 }
 
-Job job_of(const Linear& op, const Context& context, Tiling& tiling) {
-  Job job{.y = op.y, .tokens = op.tokens, .padded = (op.tokens + 7) / 8 * 8,
-          .planes = context.keep_low ? 2 : 1, .chunks = (op.in + kColumns - 1) / kColumns,
-          .accumulate = op.accumulate};
+void encode_rows(CUtensorMap& map, const void* data, int in, int rows, int box_rows,
+                 const Context& context) {
+  const cuuint64_t size[] = {cuuint64_t(in), cuuint64_t(rows)}, row_bytes = cuuint64_t(in) * 2;
+  const cuuint32_t box[] = {kColumns, cuuint32_t(box_rows)};
+  encode(map, data, 2, size, &row_bytes, box, context);
+}
+
+// The matrices' share of the job.
+Tiling lay_slabs(const Linear& op, const Context& context, Job& job) {
   int first_part[Linear::kParts], rows[Linear::kParts];
   const int slabs = find_slabs(op, first_part, rows);
-  tiling = choose_tiling(rows, slabs, op.in, context.hopper);
-  job.cluster = tiling.cluster;
-
-  job.aligned = op.y.stride % 4 == 0 && reinterpret_cast<uintptr_t>(op.y.data) % 16 == 0;
-  const cuuint64_t row_bytes = cuuint64_t(op.in) * 2;
+  const Tiling tiling = choose_tiling(rows, slabs, op.in, false, context.hopper);
   int tile = 0, row = 0;
   for (int s = 0; s < slabs; ++s) {
-    const cuuint64_t size[] = {cuuint64_t(op.in), cuuint64_t(rows[s])};
-    const cuuint32_t box[] = {kColumns, cuuint32_t(tiling.rows)};
-    encode(job.slabs.map[s], op.part[first_part[s]].data, 2, size, &row_bytes, box, context);
+    encode_rows(job.slabs.map[s], op.part[first_part[s]].data, op.in, rows[s], tiling.rows,
+                context);
     job.slabs.first_tile[s] = tile;
     job.slabs.first_row[s] = row;
     job.slabs.rows[s] = rows[s];
-    job.aligned = job.aligned && row % 4 == 0;
+    job.plain = job.plain && row % 4 == 0 && rows[s] % 4 == 0;
     tile += (rows[s] + tiling.rows - 1) / tiling.rows;
     row += rows[s];
   }
   job.slabs.first_tile[slabs] = tile;
+  return tiling;
+}
+
+// The same for a gate and its other half, whose rows go side by side.
+Tiling lay_halves(const Linear& op, const Context& context, Job& job) {
+  const int rows = op.part[0].rows;
+  const Tiling tiling = choose_tiling(&rows, 1, op.in, true, context.hopper);
+  for (int half = 0; half < 2; ++half) {
+    encode_rows(job.slabs.map[half], op.part[half].data, op.in, rows, tiling.rows / 2, context);
+  }
+  job.slabs.rows[0] = rows;
+  job.slabs.first_tile[1] = tiling.tiles;
+  return tiling;
+}
+
+// What else the job reads and leaves beside y.
+void lay_epilogue(const Epilogue& epilogue, int tiles, Context& context, Job& job) {
+  if (context.split.squares > 0) {
+    job.squares = squares_of(context.split, context);
+    job.squares_count = context.split.squares;
+    job.eps = context.split.eps;
+  }
+  if (epilogue.gate != nullptr) {
+    const Swiglu& gate = *epilogue.gate;
+    job.split = leave_split(gate.out, gate.dim, gate.tokens, context);
+  }
+  if (epilogue.norm != nullptr) {
+    const RmsNorm& norm = *epilogue.norm;
+    job.split = leave_split(norm.out, norm.dim, norm.tokens, context);
+    WEIR_CHECK(job.split.high != nullptr && tiles <= kSquaresMost);
+    context.next_split.squares = tiles;
+    context.next_split.eps = norm.eps;
+    job.norm_weight = norm.weight;
+    job.squares_to = squares_of(context.next_split, context);
+  }
+}
+
+Job job_of(const Linear& op, const Epilogue& epilogue, Context& context, Tiling& tiling) {
+  const SplitVectors x = split(op.x, op.in, op.tokens, context);
+  const bool gated = epilogue.gate != nullptr;
+  Job job{.y = gated ? epilogue.gate->out : op.y, .tokens = op.tokens,
+          .padded = (op.tokens + 7) / 8 * 8, .planes = context.keep_low ? 2 : 1,
+          .chunks = (op.in + kColumns - 1) / kColumns, .in = op.in,
+          .accumulate = op.accumulate, .gated = gated};
+  job.plain = by_fours(job.y);
+  tiling = gated ? lay_halves(op, context, job) : lay_slabs(op, context, job);
+  job.cluster = tiling.cluster;
+  lay_epilogue(epilogue, tiling.tiles, context, job);
 
   int end = 0;
   for (int p = 0; p < op.parts; ++p) {
     job.part_end[p] = end += op.part[p].rows;
     job.bias[p] = op.bias[p];
-    job.biased = job.biased || op.bias[p] != nullptr;
+    job.plain = job.plain && op.bias[p] == nullptr;
   }
   const cuuint64_t size[] = {cuuint64_t(op.in), cuuint64_t(job.padded), cuuint64_t(job.planes)};
-  const cuuint64_t stride[] = {row_bytes, row_bytes * cuuint64_t(job.padded)};
+  const cuuint64_t stride[] = {size[0] * 2, size[0] * 2 * size[1]};
   const cuuint32_t box[] = {kColumns, cuuint32_t(job.padded), cuuint32_t(job.planes)};
-  encode(job.x, split_vectors(op.in, op.tokens, context).high, 3, size, stride, box, context);
+  encode(job.x, x.high, 3, size, stride, box, context);
   return job;
 }
 
@@ -413,9 +373,9 @@ void start(Job& job, const Tiling& tiling, Context& context) {
   // Unused tokens of a warpgroup are read up to here.
   const size_t read = x_plane * (job.planes - 1) + size_t(kGroups) * kGroupTokens * kRowBytes;
   const size_t beyond = kAlign + (read > stage ? read - stage : 0);
-  const size_t sums = kAlign + size_t(job.tokens) * (kRows + 4) * sizeof(float);
+  const size_t sums = kAlign + size_t(job.tokens) * ((kRows + 4) * sizeof(float) + kRows);
   size_t shared = kWhole;
-  int threads = least_threads(kGroups);
+  int threads = most_threads(kRows, kGroups);
   // Where half of the shared memory keeps enough on its way, a block leaves room for its
   // successor's. Two of one launch on a multiprocessor would take twice as long, so there is no
   // room for that: odd launches take more than half of the shared memory, even ones more than half
@@ -423,13 +383,10 @@ void start(Job& job, const Tiling& tiling, Context& context) {
   if (kGroups == 1 && sums <= kEven && beyond + 3 * stage <= kEven) {
     context.odd = !context.odd;
     shared = context.odd ? kOdd : kEven;
-    if (!context.odd) {
-      cudaFuncAttributes attributes;
-      WEIR_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-      const int registers = (attributes.numRegs + 7) / 8 * 8;
-      threads = std::max(threads, (kHalfRegisters / registers / 32 + 1) * 32);
-      threads = std::min(threads, most_threads(kRows, kGroups));
-    }
+    cudaFuncAttributes attributes;
+    WEIR_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+    const int half = kHalfRegisters / ((attributes.numRegs + 7) / 8 * 8) / 32 * 32;
+    threads = std::min(threads, context.odd ? half : half + 32);
   }
   const int share = (job.chunks + job.cluster - 1) / job.cluster;
   job.stages = std::min({int((shared - beyond) / stage), share, kMostStages});
@@ -481,10 +438,9 @@ Hopper find_hopper(int compute) {
   return hopper;
 }
 
-void run_hopper(const Linear& op, Context& context) {
-  split(op.x, op.in, op.tokens, context);
+void run_hopper(const Linear& op, const Epilogue& epilogue, Context& context) {
   Tiling tiling;
-  Job job = job_of(op, context, tiling);
+  Job job = job_of(op, epilogue, context, tiling);
   switch (tiling.rows) {
     case 32: return start<32>(job, tiling, context);
     case 64: return start<64>(job, tiling, context);

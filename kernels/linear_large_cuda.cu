@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <bit>
 #include <map>
 #include <tuple>
 
@@ -38,7 +39,17 @@ dim3 grid_over(int columns, int tokens) {
 struct MatrixProducts::Shape {
   int rows = 0, in = 0, tokens = 0;
   int64_t stride = 0;
+  bool accumulate = false;
   auto operator<=>(const Shape&) const = default;
+};
+
+// What it is computed from, and a place for results that nobody wants; null: there is none.
+struct MatrixProducts::Product {
+  const void* weights;
+  SplitVectors x;
+  float* y;
+  void* spare;
+  bool accumulate;
 };
 
 struct MatrixProducts::Plan {
@@ -58,6 +69,7 @@ struct MatrixProducts::Library {
   decltype(&cublasLtMatmulPreferenceDestroy) preference_destroy;
   decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set;
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic;
+  decltype(&cublasLtMatmulAlgoCheck) check;
   decltype(&cublasLtMatmul) matmul;
 };
 
@@ -81,6 +93,7 @@ std::unique_ptr<MatrixProducts> MatrixProducts::load() {
   find(library->preference_destroy, "cublasLtMatmulPreferenceDestroy");
   find(library->preference_set, "cublasLtMatmulPreferenceSetAttribute");
   find(library->heuristic, "cublasLtMatmulAlgoGetHeuristic");
+  find(library->check, "cublasLtMatmulAlgoCheck");
   find(library->matmul, "cublasLtMatmul");
   if (!complete) {
     dlclose(file);
@@ -111,7 +124,8 @@ MatrixProducts::~MatrixProducts() {
   dlclose(file_);
 }
 
-const MatrixProducts::Plan& MatrixProducts::plan(const Shape& shape) {
+const MatrixProducts::Plan& MatrixProducts::plan(const Shape& shape, const Product& product,
+                                                 Context& context) {
   if (const auto found = plans_.find(shape); found != plans_.end()) return found->second;
   Plan made;
   const auto layout = [&](cublasLtMatrixLayout_t& to, cudaDataType type, int rows, int columns,
@@ -121,6 +135,29 @@ const MatrixProducts::Plan& MatrixProducts::plan(const Shape& shape) {
   layout(made.w, CUDA_R_16BF, shape.in, shape.rows, shape.in);
   layout(made.x, CUDA_R_16BF, shape.in, shape.tokens, shape.in);
   layout(made.y, CUDA_R_32F, shape.rows, shape.tokens, shape.stride);
+  Shape about = shape;
+  about.tokens = std::bit_floor(unsigned(shape.tokens));
+  about.tokens += (shape.tokens - about.tokens) * 4 / about.tokens * (about.tokens / 4);
+  if (const auto found = fastest_.find(about); found != fastest_.end()) {
+    made.algo = found->second;
+    if (supports(made)) return plans_.emplace(shape, made).first->second;
+  }
+  find_fastest(made, shape, product, context);
+  fastest_[about] = made.algo;
+  return plans_.emplace(shape, made).first->second;
+}
+
+bool MatrixProducts::supports(const Plan& plan) const {
+  cublasLtMatmulHeuristicResult_t result{};
+  return library_->check(handle_, desc_, plan.w, plan.x, plan.y, plan.y, &plan.algo, &result) ==
+             CUBLAS_STATUS_SUCCESS &&
+         result.workspaceSize <= kWorkspaceBytes;
+}
+
+// Of the algorithms that the library thinks best, the one that takes the least time here.
+void MatrixProducts::find_fastest(Plan& plan, const Shape& shape, const Product& product,
+                                  Context& context) {
+  constexpr int kTried = 8, kTimes = 2;
   cublasLtMatmulPreference_t preference = nullptr;
   WEIR_BLAS_CHECK(library_->preference_create(&preference));
   const size_t bytes = kWorkspaceBytes;
@@ -132,30 +169,64 @@ const MatrixProducts::Plan& MatrixProducts::plan(const Shape& shape) {
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
     WEIR_BLAS_CHECK(library_->preference_set(preference, attribute, &aligned, sizeof aligned));
   }
-  cublasLtMatmulHeuristicResult_t result{};
+  cublasLtMatmulHeuristicResult_t result[kTried] = {};
   int found = 0;
-  WEIR_BLAS_CHECK(library_->heuristic(handle_, desc_, made.w, made.x, made.y, made.y, preference,
-                                      1, &result, &found));
-  WEIR_CHECK(found == 1);
+  WEIR_BLAS_CHECK(library_->heuristic(handle_, desc_, plan.w, plan.x, plan.y, plan.y, preference,
+                                      kTried, result, &found));
+  WEIR_CHECK(found >= 1);
   library_->preference_destroy(preference);
-  made.algo = result.algo;
-  return plans_.emplace(shape, made).first->second;
+  plan.algo = result[0].algo;
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  WEIR_CUDA_CHECK(cudaStreamIsCapturing(context.stream, &capturing));
+  // What is tried must not change y where y is added to.
+  void* to = product.accumulate ? product.spare : product.y;
+  if (found == 1 || to == nullptr || capturing != cudaStreamCaptureStatusNone) return;
+
+  cudaEvent_t begin = nullptr, end = nullptr;
+  WEIR_CUDA_CHECK(cudaEventCreate(&begin));
+  WEIR_CUDA_CHECK(cudaEventCreate(&end));
+  float least = 0;
+  for (int i = 0; i < found; ++i) {
+    Plan tried = plan;
+    tried.algo = result[i].algo;
+    const auto go = [&] { start(tried, product, product.x.high, product.accumulate, to, context); };
+    go();
+    WEIR_CUDA_CHECK(cudaEventRecord(begin, context.stream));
+    for (int t = 0; t < kTimes; ++t) go();
+    WEIR_CUDA_CHECK(cudaEventRecord(end, context.stream));
+    WEIR_CUDA_CHECK(cudaEventSynchronize(end));
+    float milliseconds = 0;
+    WEIR_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, begin, end));
+    if (i > 0 && milliseconds >= least) continue;
+    least = milliseconds;
+    plan.algo = result[i].algo;
+  }
+  WEIR_CUDA_CHECK(cudaEventDestroy(begin));
+  WEIR_CUDA_CHECK(cudaEventDestroy(end));
 }
 
-void MatrixProducts::multiply(const void* weights, int rows, int in, int tokens, bool accumulate,
-                              const Acts& y, Context& context) {
-  const Plan& use = plan({rows, in, tokens, y.stride});
-  const SplitVectors split = split_vectors(in, tokens, context);
+void MatrixProducts::start(const Plan& plan, const Product& product, const void* x,
+                           bool accumulate, void* to, Context& context) const {
   const float one = 1, zero = 0;
-  for (const auto* x : {split.low, split.high}) {
+  WEIR_BLAS_CHECK(library_->matmul(handle_, desc_, &one, product.weights, plan.w, x, plan.x,
+                                   accumulate ? &one : &zero, product.y, plan.y, to, plan.y,
+                                   &plan.algo, workspace_, kWorkspaceBytes, context.stream));
+  context.follows = false;
+}
+
+void MatrixProducts::multiply(const void* weights, int rows, int in, const SplitVectors& vectors,
+                              int tokens, bool accumulate, const Acts& y, Context& context) {
+  Product product{weights, vectors, y.data, nullptr, accumulate};
+  if (size_t(tokens) * size_t(y.stride) * sizeof(float) <= context.half_bytes) {
+    product.spare = static_cast<char*>(context.scratch) +
+                    (1 - context.split.half) * context.half_bytes;
+  }
+  const Plan& use = plan({rows, in, tokens, y.stride, accumulate}, product, context);
+  for (const auto* x : {vectors.low, vectors.high}) {
     if (x == nullptr) continue;
-    const float* beta = accumulate ? &one : &zero;
-    WEIR_BLAS_CHECK(library_->matmul(handle_, desc_, &one, weights, use.w, x, use.x, beta, y.data,
-                                     use.y, y.data, use.y, &use.algo, workspace_, kWorkspaceBytes,
-                                     context.stream));
+    start(use, product, x, accumulate, y.data, context);
     accumulate = true;
   }
-  context.follows = false;
 }
 
 namespace {
@@ -194,7 +265,7 @@ Linear part_of(const Linear& op, const Group& group, int row) {
 }  // namespace
 
 void run_large(const Linear& op, Context& context) {
-  split(op.x, op.in, op.tokens, context);
+  const SplitVectors vectors = split(op.x, op.in, op.tokens, context);
   int row = 0;
   for (Group group; group.first + group.count < op.parts || group.count == 0;) {
     group = group_at(op, group.first + group.count);
@@ -204,8 +275,8 @@ void run_large(const Linear& op, Context& context) {
       run_small(part, context);
       continue;
     }
-    context.products->multiply(part.part[0].data, group.rows, op.in, op.tokens, op.accumulate,
-                               part.y, context);
+    context.products->multiply(part.part[0].data, group.rows, op.in, vectors, op.tokens,
+                               op.accumulate, part.y, context);
     int below = 0;
     for (int p = 0; p < part.parts; below += part.part[p++].rows) {
       if (part.bias[p] == nullptr) continue;

@@ -169,7 +169,7 @@ void run(const MemoryRoute& op, Context& context) {
   if (op.rows.tokens == 0) return;
   WEIR_CHECK(op.chosen > 0 && op.chosen <= op.memories && op.memories <= kMemoriesMost);
   const size_t bytes = size_t(op.rows.tokens) * size_t(op.chosen) * sizeof(int32_t);
-  WEIR_CHECK(bytes <= Context::kScratchBytes);
+  WEIR_CHECK(bytes <= context.half_bytes);
   launch(context, {.grid = dim3(1), .block = dim3(kThreads)}, route_kernel, op,
          static_cast<int32_t*>(context.scratch));
 }

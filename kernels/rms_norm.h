@@ -9,6 +9,7 @@ struct RmsNorm {
   float eps = 0;
   const float* weight = nullptr;  // [dim]
   Acts in, out;                   // [tokens, dim]
+  bool read_once = false;         // out is read by the next op alone, as in Swiglu
 };
 
 }  // namespace weir

@@ -7,6 +7,9 @@ namespace weir {
 struct Swiglu {
   int32_t tokens = 0, dim = 0;
   Acts gate, up, out;  // [tokens, dim]; out may be gate
+  // The three are read by this op and the one after it alone: a backend may leave them unwritten
+  // and pass on what they hold in a form of its own.
+  bool read_once = false;
 };
 
 }  // namespace weir

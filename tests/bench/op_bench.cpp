@@ -62,6 +62,8 @@ class OpBench {
             .begin = put(begin)};
   }
 
+  bool split_vectors() const { return options_.vectors == "split"; }
+
   void time(const std::string& name, int32_t batch, const Program& program) {
     time(name, batch, program, cost(program.front()));
   }
@@ -226,6 +228,34 @@ void bench_linear(OpBench& bench, const char* name, int32_t in, std::vector<int3
   bench.time(name, tokens, program);
 }
 
+// What a prompt's activations take beside the matrices, in bytes moved: out is also left split.
+void bench_prompt(OpBench& bench, int32_t tokens) {
+  const auto count = size_t(tokens);
+  const Acts x = bench.acts(tokens, 2048), h = bench.acts(tokens, 2 * 5632);
+  const size_t left = bench.split_vectors() ? 4 : 2;
+  if (bench.wanted("prompt's rms_norm 2048")) {
+    bench.time("prompt's rms_norm 2048", tokens,
+               Program(8, RmsNorm{.tokens = tokens, .dim = 2048, .eps = 1e-6f,
+                                  .weight = bench.acts(1, 2048).data, .in = x,
+                                  .out = bench.acts(tokens, 2048)}),
+               {.bytes = count * 2048 * (8 + left)});
+  }
+  if (bench.wanted("prompt's swiglu 5632")) {
+    bench.time("prompt's swiglu 5632", tokens,
+               Program(8, Swiglu{.tokens = tokens, .dim = 5632, .gate = h, .up = h.from(5632),
+                                 .out = bench.acts(tokens, 5632)}),
+               {.bytes = count * 5632 * (12 + left)});
+  }
+  if (!bench.wanted("prompt's embed 2048")) return;
+  const Matrix table{.data = bench.weights(), .rows = 32000, .cols = 2048, .dtype = DType::BF16};
+  std::vector<Token> ids(count);
+  for (size_t i = 0; i < count; ++i) ids[i] = Token(i * 7919 % 32000);
+  bench.time("prompt's embed 2048", tokens,
+             Program(8, Embed{.tokens = tokens, .ids = bench.put(ids), .table = table,
+                              .out = x}),
+             {.bytes = count * 2048 * 6});
+}
+
 void bench_small(OpBench& bench, int32_t batch) {
   const Acts x = bench.acts(batch, 2048), h = bench.acts(batch, 2 * 5632);
   const float* weight = bench.acts(1, 2048).data;
@@ -338,6 +368,7 @@ void bench_all(OpBench& bench) {
     bench_linear(bench, "linear head 2048 -> 32000", 2048, {32000}, count);
   }
   for (const int32_t batch : batches) bench_small(bench, batch);
+  bench_prompt(bench, bench.cpu() ? 256 : 16384);
 }
 
 }  // namespace

@@ -133,6 +133,79 @@ TEST_F(CudaTest, LinearReadsWhatTheOpBeforeLeftSplit) {
   }
 }
 
+struct MlpCase {
+  int dim, hidden;
+};
+
+// A norm, gate and up, SwiGLU, down, as a layer has them: nobody else reads what passes between.
+Program mlp_of(Side& side, const MlpCase& c, int tokens) {
+  const Acts x = side.acts(tokens, c.dim), normed = side.acts(tokens, c.dim);
+  const Acts hidden = side.acts(tokens, 2 * int64_t(c.hidden));
+  const Acts y = side.acts(tokens, c.dim);
+  side.compare(y.data, size_t(tokens * y.stride), "y");
+  return {RmsNorm{.tokens = tokens, .dim = c.dim, .eps = 1e-6f,
+                  .weight = side.floats(size_t(c.dim)), .in = x, .out = normed, .read_once = true},
+          Linear{.tokens = tokens, .in = c.dim, .parts = 2,
+                 .part = {side.matrix(c.hidden, c.dim, DType::BF16),
+                          side.matrix(c.hidden, c.dim, DType::BF16)},
+                 .x = normed, .y = hidden},
+          Swiglu{.tokens = tokens, .dim = c.hidden, .gate = hidden,
+                 .up = hidden.from(c.hidden), .out = hidden, .read_once = true},
+          Linear{.tokens = tokens, .in = c.hidden, .parts = 1,
+                 .part = {side.matrix(c.dim, c.hidden, DType::BF16)}, .accumulate = true,
+                 .x = hidden, .y = y}};
+}
+
+// The gate in the epilogue of its matrices: sizes of several tilings, rows that end inside a tile,
+// some that do not fit (36 is no multiple of eight, 200 tokens are too many). And the norm between
+// two of them in what comes before and after: its input is what the Linear before it has made.
+TEST_F(CudaTest, SwigluWithTheLinearsAroundIt) {
+  for (const MlpCase& c : {MlpCase{2048, 5632}, {1024, 2816}, {512, 600}, {64, 36}, {64, 8}}) {
+    for (const int tokens : {1, 8, 13, 64, 70, 128, 200}) {
+      if (tokens != 13 && c.dim > 512) continue;  // the CPU's share of the time
+      same("mlp " + std::to_string(c.dim) + " x " + std::to_string(c.hidden) + " tokens " +
+               std::to_string(tokens),
+           2e-5, [&](Side& side) { return mlp_of(side, c, tokens); });
+    }
+  }
+  same("mlp, bf16 vectors", 5e-3, [&](Side& side) { return mlp_of(side, {512, 600}, 70); },
+       {.bf16_vectors = true});
+  for (const int tokens : {1, 9, 64, 100, 128}) {
+    same("mlp twice, tokens " + std::to_string(tokens), 2e-5, [&](Side& side) {
+      Program both = mlp_of(side, {512, 600}, tokens), second = mlp_of(side, {512, 600}, tokens);
+      const Acts residual = std::get<Linear>(both.back()).y;
+      std::get<RmsNorm>(second.front()).in = std::get<Linear>(second.back()).y = residual;
+      both.insert(both.end(), second.begin(), second.end());
+      return both;
+    });
+  }
+}
+
+// The same numbers for a token among few others and among many, fused gate and norm and all. (Up to
+// four tokens are the resident kernel's.)
+TEST_F(CudaTest, MlpOfATokenInAnyCompany) {
+  Side side(cuda(), 3);
+  Program program = mlp_of(side, {1024, 2816}, 128), again = program;
+  const Acts y = std::get<Linear>(program.back()).y;
+  std::get<RmsNorm>(again.front()).in = y;  // the norm between two of them
+  program.insert(program.end(), again.begin(), again.end());
+  const auto floats = size_t(128 * y.stride);
+  const std::vector<float> before = side.read(y.data, floats);
+  std::vector<float> alone;
+  for (const int tokens : {5, 9, 16, 33, 64, 65, 100, 128}) {
+    for (Op& op : program) {
+      std::visit([&](auto& o) {
+        if constexpr (requires { o.tokens; }) o.tokens = tokens;
+      }, op);
+    }
+    side.backend().upload(y.data, before.data(), floats * sizeof(float));
+    side.backend().run(program);
+    const std::vector<float> first = side.read(y.data, 1024);
+    if (alone.empty()) alone = first;
+    EXPECT_EQ(alone, first) << tokens;
+  }
+}
+
 // Parts adopted one after the other are one matrix to the library.
 TEST_F(CudaTest, LinearOfAdoptedNeighbours) {
   std::vector<std::vector<uint16_t>> kept;
