@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -276,6 +277,13 @@ void CudaBackend::enqueue(const Program& program, Recorded& entry, bool changed)
     context_.next = next == nullptr ? nullptr : std::get_if<Linear>(next);
     if (together == 0) {
       together = size_t(cuda::resident::run(&program[i], int(program.size() - i), context_));
+    }
+    if (together == 0) {
+      const size_t done = cuda::run_fused(std::span(program).subspan(i), context_);
+      if (done > 0) {
+        i += done - 1;
+        continue;
+      }
     }
     std::visit(
         [&](const auto& o) {
