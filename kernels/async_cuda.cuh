@@ -119,6 +119,12 @@ __device__ inline void copy_16_bytes(void* shared, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(from)
                : "memory");
 }
+// Zeros where what lies there is not valid.
+__device__ inline void copy_16_or_zeros(void* shared, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ inline void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 

@@ -4,17 +4,6 @@
 // The products between a chunk's own tokens: A with the inverses of its diagonal blocks, and P.
 namespace weir::cuda::chunk {
 
-// What lane l gives load_matrices() for a fragment whose first number is at `at`.
-__device__ inline uint32_t rows_of_a(const half* at, int pitch) {
-  const int lane = threadIdx.x % 32;
-  return shared_address(at + (lane % 16) * pitch + lane / 16 * 8);
-}
-// Of two neighbouring B whose columns are rows in memory.
-__device__ inline uint32_t rows_of_b(const half* at, int pitch) {
-  const int lane = threadIdx.x % 32;
-  return shared_address(at + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8);
-}
-
 // Block row and column of the i-th of the six blocks of 16 x 16 below the diagonal.
 __device__ inline int block_row(int i) { return i == 0 ? 1 : i < 3 ? 2 : 3; }
 __device__ inline int block_column(int i) { return i == 0 ? 0 : i < 3 ? i - 1 : i - 3; }

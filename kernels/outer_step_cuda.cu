@@ -1,4 +1,6 @@
-#include "kernels/cuda_util.cuh"
+#include <climits>
+
+#include "kernels/outer_chunk_cuda.cuh"
 #include "kernels/vector_cuda.cuh"
 
 namespace weir::cuda {
@@ -194,7 +196,7 @@ __device__ inline void run_tile(const OuterStep& op, const Place& place, int val
 // Blocks along x: head after head, `tiles` of L::kWarps * kTile values each.
 template <class L>
 __global__ __launch_bounds__(L::kWarps * 32, L::kResident) void outer_step_kernel(
-    const __grid_constant__ OuterStep op, bool fresh_state, int tiles) {
+    const __grid_constant__ OuterStep op, bool fresh_state, int tiles, int tokens_most) {
   let_successor_start();
   const int row = blockIdx.y, begin = op.rows.begin[row];
   const int head = int(blockIdx.x) / tiles, tile = int(blockIdx.x) % tiles;
@@ -203,7 +205,7 @@ __global__ __launch_bounds__(L::kWarps * 32, L::kResident) void outer_step_kerne
                     .tokens = op.rows.begin[row + 1] - begin, .fresh = op.rows.first[row] == 0};
   const Slot slot = op.rows.slot[row];
   const int warp = threadIdx.x / 32, in_tile = threadIdx.x % 32 / L::kLanes;
-  if (slot == kPadding || place.tokens == 0) {
+  if (slot == kPadding || place.tokens == 0 || place.tokens > tokens_most) {
     wait_for_predecessor();
     return;
   }
@@ -230,7 +232,7 @@ __global__ __launch_bounds__(L::kWarps * 32, L::kResident) void outer_step_kerne
 
 // Any sizes: one block a head, the state stays where it is, a warp takes one row after the other.
 __global__ __launch_bounds__(kThreads) void outer_step_any_kernel(
-    const __grid_constant__ OuterStep op) {
+    const __grid_constant__ OuterStep op, int tokens_most) {
   extern __shared__ float sum[];  // [key_dim]: of keys
   let_successor_start();
   wait_for_predecessor();
@@ -239,7 +241,7 @@ __global__ __launch_bounds__(kThreads) void outer_step_any_kernel(
                     .value_head = head * op.value_heads / op.heads, .begin = begin,
                     .tokens = op.rows.begin[row + 1] - begin, .fresh = op.rows.first[row] == 0};
   const Slot slot = op.rows.slot[row];
-  if (slot == kPadding || place.tokens == 0) return;
+  if (slot == kPadding || place.tokens == 0 || place.tokens > tokens_most) return;
   const int K = op.key_dim, V = op.value_dim, lane = threadIdx.x % 32;
   float* const state = at(op.state, slot) + int64_t(head) * V * K;
   float* const sums = op.normalise ? at(op.sums, slot) + int64_t(head) * K : nullptr;
@@ -289,26 +291,28 @@ __global__ __launch_bounds__(kThreads) void outer_step_any_kernel(
 }
 
 template <class L>
-void start(const OuterStep& op, Context& context) {
+void start(const OuterStep& op, Context& context, int tokens_most) {
   const int block = L::kWarps * L::kTile;
   const int tiles = L::kSums ? 1 : (op.value_dim + block - 1) / block;
   launch(context, {.grid = dim3(op.heads * tiles, op.rows.count), .block = dim3(L::kWarps * 32)},
-         outer_step_kernel<L>, op, context.fresh_state, tiles);
+         outer_step_kernel<L>, op, context.fresh_state, tiles, tokens_most);
 }
 
 template <int kLanes, int kParts, By kBy>
-void start(const OuterStep& op, Context& context) {
-  op.rows.tokens > op.rows.count ? start<Layout<kLanes, kParts, kBy, true>>(op, context)
-                                 : start<Layout<kLanes, kParts, kBy, false>>(op, context);
+void start(const OuterStep& op, Context& context, int tokens_most) {
+  op.rows.tokens > op.rows.count
+      ? start<Layout<kLanes, kParts, kBy, true>>(op, context, tokens_most)
+      : start<Layout<kLanes, kParts, kBy, false>>(op, context, tokens_most);
 }
 
 template <int kLanes, int kParts>
-void start(const OuterStep& op, Context& context) {
-  if (op.normalise) return start<kLanes, kParts, By::Sum>(op, context);
+void start(const OuterStep& op, Context& context, int tokens_most) {
+  if (op.normalise) return start<kLanes, kParts, By::Sum>(op, context, tokens_most);
   switch (op.decay) {
-    case OuterStep::Decay::PerKey: return start<kLanes, kParts, By::Key>(op, context);
-    case OuterStep::Decay::PerValue: return start<kLanes, kParts, By::Value>(op, context);
-    default: return start<kLanes, kParts, By::Head>(op, context);
+    case OuterStep::Decay::PerKey: return start<kLanes, kParts, By::Key>(op, context, tokens_most);
+    case OuterStep::Decay::PerValue:
+      return start<kLanes, kParts, By::Value>(op, context, tokens_most);
+    default: return start<kLanes, kParts, By::Head>(op, context, tokens_most);
   }
 }
 
@@ -332,20 +336,27 @@ const char* refusal(const OuterStep& op) {
 void run(const OuterStep& op, Context& context) {
   if (op.rows.count == 0) return;
   WEIR_CHECK(op.rows.count <= 65535);
+  int tokens_most = INT_MAX;  // longer rows have been run already
+  const int longest = op.rows.tokens - op.rows.count + 1;  // at most, if no row is empty
+  // The chunk kernel knows its rows when it starts.
+  if (!op.rows.computed && longest > kOuterStepsMost && run_chunks(op, context)) {
+    if (op.rows.count == 1) return;
+    tokens_most = kOuterStepsMost;
+  }
   const bool held = aligned(op) && !(op.normalise && op.decay != OuterStep::Decay::None);
   switch (held ? op.key_dim : 0) {
-    case 32: return start<8, 1>(op, context);
-    case 64: return start<16, 1>(op, context);
-    case 128: return start<32, 1>(op, context);
-    case 256: return start<32, 2>(op, context);
-    case 512: return start<32, 4>(op, context);
+    case 32: return start<8, 1>(op, context, tokens_most);
+    case 64: return start<16, 1>(op, context, tokens_most);
+    case 128: return start<32, 1>(op, context, tokens_most);
+    case 256: return start<32, 2>(op, context, tokens_most);
+    case 512: return start<32, 4>(op, context, tokens_most);
     default: break;
   }
   WEIR_CHECK(refusal(op) == nullptr);
   const size_t shared = size_t(op.key_dim) * sizeof(float);
   launch(context,
          {.grid = dim3(op.heads, op.rows.count), .block = dim3(kThreads), .shared = shared},
-         outer_step_any_kernel, op);
+         outer_step_any_kernel, op, tokens_most);
 }
 
 }  // namespace weir::cuda

@@ -38,6 +38,17 @@ __device__ inline void load_transposed(uint32_t (&to)[4], uint32_t row) {
                : "memory");
 }
 
+// What lane l gives load_matrices() for a fragment whose first number is at `at`.
+__device__ inline uint32_t rows_of_a(const half* at, int pitch) {
+  const int lane = threadIdx.x % 32;
+  return shared_address(at + (lane % 16) * pitch + lane / 16 * 8);
+}
+// Of two neighbouring B whose columns are rows in memory.
+__device__ inline uint32_t rows_of_b(const half* at, int pitch) {
+  const int lane = threadIdx.x % 32;
+  return shared_address(at + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8);
+}
+
 // C += A B
 __device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "

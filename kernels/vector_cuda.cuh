@@ -57,18 +57,16 @@ __device__ inline float max_over_block(float value, float* partial) {
 
 // Each of `count` neighbouring threads has `count` numbers; thread i gets the sum of all i-th ones,
 // in count - 1 exchanges instead of count * log2(count). What was in `values` is lost.
-template <int count>
+template <int count, int step = count / 2>
 __device__ inline float scatter_sums(float (&values)[count]) {
+  const bool upper = threadIdx.x & step;
 #pragma unroll
-  for (int step = count / 2; step > 0; step /= 2) {
-    const bool upper = threadIdx.x & step;
-#pragma unroll
-    for (int i = 0; i < step; ++i) {
-      const float kept = upper ? values[i + step] : values[i];
-      const float given = upper ? values[i] : values[i + step];
-      values[i] = kept + __shfl_xor_sync(0xffffffffu, given, step);
-    }
+  for (int i = 0; i < step; ++i) {
+    const float kept = upper ? values[i + step] : values[i];
+    const float given = upper ? values[i] : values[i + step];
+    values[i] = kept + __shfl_xor_sync(0xffffffffu, given, step);
   }
+  if constexpr (step > 1) return scatter_sums<count, step / 2>(values);
   return values[0];
 }
 

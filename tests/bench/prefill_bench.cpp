@@ -1,5 +1,7 @@
 // Mixers over whole prompts: time, tokens a second, the bytes that each op cannot avoid (its
 // activations, which no cache holds, and the state), and what a copy of as many bytes takes.
+#include <cmath>
+
 #include "kernels/op.h"
 #include "tests/bench/bench_util.h"
 
@@ -25,6 +27,25 @@ struct Softmax {
   bool forgets = false;
 };
 
+// The recurrence that only adds, without what comes before and after it.
+struct Adder {
+  const char* name;
+  OuterStep::Decay decay;
+  int32_t heads, key_heads, key_dim, value_dim;
+  bool scaled = false;  // values times a number each, and a skip: Mamba-2
+};
+
+// RWKV-7's recurrence, likewise.
+struct Eraser {
+  const char* name;
+  int32_t heads, key_dim, value_dim;
+};
+
+struct Convolution {
+  const char* name;
+  int32_t channels;
+};
+
 class PrefillBench {
  public:
   explicit PrefillBench(const BenchOptions& options)
@@ -44,7 +65,8 @@ class PrefillBench {
     time(m.name, rows, tokens, 8 * each,
          [&](size_t* bytes) { return mix(m, rows, tokens, bytes); });
   }
-  void time(const SwilaMixer& m, int32_t rows, int32_t tokens) {
+  template <typename M>
+  void time(const M& m, int32_t rows, int32_t tokens) {
     time(m.name, rows, tokens, int64_t(rows) * tokens * 16 * 1024,
          [&](size_t* bytes) { return mix(m, rows, tokens, bytes); });
   }
@@ -81,7 +103,7 @@ class PrefillBench {
     if (!options_.only.empty() && std::string(name).find(options_.only) == std::string::npos) {
       return;
     }
-    at_ = 0;
+    at_ = log_decays_at_ = 0;
     const int64_t copies = std::clamp<int64_t>(pool_floats() / floats, 1, 8);
     Program program;
     size_t bytes = 0;
@@ -113,7 +135,22 @@ class PrefillBench {
     for (int64_t at = 0; at < pool_floats(); at += int64_t(some.size())) {
       backend_->upload(pool_ + at, some.data(), some.size() * sizeof(float));
     }
+    std::vector<float> logs = random_floats(size_t(8) << 20, 0.1f);
+    for (float& g : logs) g = -std::fabs(g);
+    log_decays_ = static_cast<float*>(backend_->allocate(size_t(pool_floats())));
+    for (int64_t at = 0; at < pool_floats() / 4; at += int64_t(logs.size())) {
+      backend_->upload(log_decays_ + at, logs.data(), logs.size() * sizeof(float));
+    }
     backend_->finish();
+  }
+  Acts log_decays(int64_t tokens, int64_t dim) {
+    if (log_decays_at_ + tokens * dim > pool_floats() / 4) log_decays_at_ = 0;
+    const Acts made{log_decays_ + log_decays_at_, dim};
+    log_decays_at_ += tokens * dim;
+    return made;
+  }
+  float* states(int64_t floats) {
+    return static_cast<float*>(backend_->allocate(size_t(floats) * sizeof(float)));
   }
   // Random numbers that no other argument of the op lies on.
   Acts acts(int64_t tokens, int64_t dim) {
@@ -229,6 +266,57 @@ class PrefillBench {
     return op;
   }
 
+  OuterStep mix(const Adder& m, int32_t count, int32_t tokens, size_t* bytes) {
+    const Rows rows = rows_of(count, tokens);
+    const int32_t T = rows.tokens, K = m.key_heads * m.key_dim, V = m.heads * m.value_dim;
+    const int64_t state = int64_t(V) * m.key_dim;
+    OuterStep op{.rows = rows, .heads = m.heads, .key_heads = m.key_heads,
+                 .value_heads = m.heads, .query_heads = m.key_heads, .key_dim = m.key_dim,
+                 .value_dim = m.value_dim, .decay = m.decay, .scale = 0.1f, .q = acts(T, K),
+                 .k = acts(T, K), .v = acts(T, V), .out = acts(T, V),
+                 .state = {states(count * state), state}};
+    int64_t floats = 2 * int64_t(K) + 2 * V;  // a token's
+    if (m.decay == OuterStep::Decay::Constant) {
+      op.constant = log_decays(1, m.heads).data;
+    } else if (m.decay != OuterStep::Decay::None) {
+      const int64_t channels = m.decay == OuterStep::Decay::PerHead    ? m.heads
+                               : m.decay == OuterStep::Decay::PerValue ? V
+                                                                       : K;
+      op.log_decay = log_decays(T, channels);
+      floats += channels;
+    }
+    if (m.scaled) {
+      op.v_scale = acts(T, m.heads);
+      op.skip = vector(V);
+      floats += m.heads;
+    }
+    *bytes = sizeof(float) * size_t(T * floats + count * state);
+    return op;
+  }
+
+  EraseStep mix(const Eraser& m, int32_t count, int32_t tokens, size_t* bytes) {
+    const Rows rows = rows_of(count, tokens);
+    const int32_t T = rows.tokens, K = m.heads * m.key_dim, V = m.heads * m.value_dim;
+    const int64_t state = int64_t(V) * m.key_dim;
+    EraseStep op{.rows = rows, .heads = m.heads, .key_dim = m.key_dim, .value_dim = m.value_dim,
+                 .decay = Decay::PerChannel, .decayed_read = false, .q = acts(T, K),
+                 .k = acts(T, K), .p = acts(T, K), .e = acts(T, K), .v = acts(T, V),
+                 .log_decay = log_decays(T, K), .beta_scale = 0.01f, .bonus = vector(K),
+                 .out = acts(T, V), .bonus_out = acts(T, V),
+                 .state = {states(count * state), state}};
+    *bytes = sizeof(float) * size_t(int64_t(T) * (5 * K + 3 * V) + count * state);
+    return op;
+  }
+
+  Conv1d mix(const Convolution& m, int32_t count, int32_t tokens, size_t* bytes) {
+    const Rows rows = rows_of(count, tokens);
+    const int64_t C = m.channels;
+    *bytes = sizeof(float) * size_t((2 * int64_t(rows.tokens) + 3 * count) * C);
+    return {.rows = rows, .channels = m.channels, .width = 4, .taps = vector(4 * C),
+            .activation = Activation::Silu, .in = acts(rows.tokens, C),
+            .out = acts(rows.tokens, C), .history = {states(count * 3 * C), 3 * C}};
+  }
+
   BenchOptions options_;
   std::unique_ptr<Backend> backend_;
   bool cpu_;
@@ -236,7 +324,25 @@ class PrefillBench {
   nlohmann::json results_;
   float* pool_ = nullptr;
   int64_t at_ = 0;
+  float* log_decays_ = nullptr;  // a quarter of the pool's size
+  int64_t log_decays_at_ = 0;
 };
+
+void bench_vectors(PrefillBench& bench, const std::vector<int32_t>& batches) {
+  using By = OuterStep::Decay;
+  const Adder adders[] = {{"linear attention 16x128x128", By::None, 16, 16, 128, 128},
+                          {"RetNet 8x256x512", By::Constant, 8, 8, 256, 512},
+                          {"GLA 4x256x512", By::PerKey, 4, 4, 256, 512},
+                          {"HGRN2 16x128x128", By::PerKey, 16, 16, 128, 128},
+                          {"Mamba-2 64x(128x64)", By::PerHead, 64, 1, 128, 64, true},
+                          {"slot attention 4x256x64 keys", By::PerValue, 4, 4, 256, 64}};
+  const auto time = [&](const auto& mixer) {
+    for (const int32_t rows : batches) bench.time(mixer, rows, bench.cpu() ? 64 : 2048);
+  };
+  for (const Adder& adder : adders) time(adder);
+  time(Eraser{"RWKV-7 32x64x64", 32, 64, 64});
+  time(Convolution{"conv1d 4352 channels", 4352});
+}
 
 void bench_all(PrefillBench& bench) {
   const Mixer mixers[] = {{"DeltaNet 16x128x128", Decay::None, false, false},
@@ -266,6 +372,7 @@ void bench_all(PrefillBench& bench) {
                                {"softmax that forgets 32x64", 32, 32, 64, true}}) {
     for (const int32_t rows : batches) bench.time(mixer, rows, bench.cpu() ? 64 : 2048);
   }
+  bench_vectors(bench, batches);
 }
 
 }  // namespace

@@ -22,5 +22,7 @@ inline const Steps kDecode{{3, 0, kPadding, 5, 1}, {7, 0, 0, 100, 1}, {0, 1, 2, 
 inline const Steps kRagged{{2, kPadding, 4, 0, 1}, {5, 0, 0, 0, 12}, {0, 2, 5, 12, 13, 33}};
 // As many tokens as rows, but not one each.
 inline const Steps kUneven{{2, 5, kPadding, 4, 0}, {5, 3, 0, 0, 2}, {0, 3, 3, 3, 4, 5}};
+// Prompts among decoding sequences.
+inline const Steps kPrompts{{2, kPadding, 4, 0, 1}, {5, 0, 0, 0, 12}, {0, 290, 294, 327, 328, 330}};
 
 }  // namespace weir

@@ -1,0 +1,9 @@
+#include "kernels/outer_chunk_kernel.cuh"
+
+namespace weir::cuda::adding {
+
+void start_key(const OuterStep& op, Context& context, int slice) {
+  start<By::Key>(op, context, slice);
+}
+
+}  // namespace weir::cuda::adding

@@ -1,0 +1,303 @@
+#pragma once
+#include "kernels/outer_chunk_layout.cuh"
+
+// What all warps of a block do with a tile: from numbers as they lie in device memory to the halves
+// that the state meets.
+namespace weir::cuda::adding {
+
+__device__ inline void store_halves(half* to, float4 x) {
+  *reinterpret_cast<uint2*>(to) = {pack(x.x, x.y), pack(x.z, x.w)};
+}
+
+// One head's log decay and its factor of the values, a token for each lane.
+struct Gates {
+  float log_decay = 0, written = 0;
+
+  __device__ void load(const OuterStep& op, const Place& place, int head, int token) {
+    log_decay = written = 0;
+    if (token >= place.count) return;
+    const int64_t t = place.begin + token;
+    if (op.decay == OuterStep::Decay::PerHead) log_decay = at(op.log_decay, t)[head];
+    if (op.decay == OuterStep::Decay::Constant) log_decay = op.constant[head];
+    written = op.v_scale.data == nullptr ? 1.0f : at(op.v_scale, t)[head];
+  }
+};
+
+// kPer = K / 32 channels of a token in each lane.
+template <int K>
+struct Channels {
+  static constexpr int kPer = K / 32;
+  alignas(16) float x[kPer];
+
+  __device__ void load(const float* row) {
+    constexpr int kWide = kPer < 4 ? kPer : 4;
+#pragma unroll
+    for (int i = 0; i < kPer; i += kWide) {
+      const float* from = row + 32 * i + threadIdx.x % 32 * kWide;
+      if constexpr (kWide == 4) {
+        *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<const float4*>(from);
+      } else if constexpr (kWide == 2) {
+        *reinterpret_cast<float2*>(x + i) = *reinterpret_cast<const float2*>(from);
+      } else {
+        x[i] = *from;
+      }
+    }
+  }
+};
+
+template <class L>
+struct Preparer {
+  static constexpr int K = L::K;
+  const OuterStep& op;
+  const Place& place;
+  L& shared;
+
+  // Dim columns of a tile's tokens on their way; zeros behind the row's end.
+  template <int kDim>
+  __device__ void load(const Acts& acts, int64_t column, int first, float* to) const {
+    constexpr int kPieces = kDim / 4;
+    const float* const from = at(acts, place.begin) + column;
+#pragma unroll
+    for (int i = threadIdx.x; i < kTokens * kPieces; i += L::kThreads) {
+      const int t = i / kPieces, c = i % kPieces * 4;
+      const bool valid = first + t < place.count;
+      copy_16_or_zeros(to + 4 * i, from + (valid ? first + t : 0) * acts.stride + c, valid);
+    }
+  }
+  __device__ void load_tile(int first) const {
+    load<K>(op.q, place.query * K, first, shared.raw_q);
+    load<K>(op.k, place.key_head * K, first, shared.raw_k);
+    if constexpr (L::kKey) load<K>(op.log_decay, place.key_head * K, first, shared.decay);
+    if constexpr (L::kValue) {
+      load<L::kValues>(op.log_decay, place.value_column, first, shared.decay);
+    }
+    load<L::kValues>(op.v, place.value_column, first, shared.raw_v);
+    copies_commit();
+  }
+
+  template <int kDim>
+  __device__ static void narrow_tile(const float* from, int pitch, float scale, half* to) {
+    constexpr int kPieces = kDim / 4;
+#pragma unroll
+    for (int i = threadIdx.x; i < kTokens * kPieces; i += L::kThreads) {
+      const float4 x = reinterpret_cast<const float4*>(from)[i];
+      store_halves(to + i / kPieces * pitch + i % kPieces * 4, scaled(x, scale));
+    }
+  }
+
+  __device__ void narrow_values() const {
+    narrow_tile<L::kValues>(shared.raw_v, L::kValuePitch, 1.0f, shared.v);
+  }
+  __device__ void narrow_keys() const {
+    narrow_tile<K>(shared.raw_q, L::kKeyPitch, op.scale, shared.q);
+    narrow_tile<K>(shared.raw_k, L::kKeyPitch, 1.0f, shared.k);
+  }
+
+  // Of the h-th head, by one warp: L within each chunk and what follows from it.
+  __device__ void keep_gates(const Gates& gates, int h) const {
+    const int lane = threadIdx.x % 32;
+    float sum = kLog2E * gates.log_decay;
+#pragma unroll
+    for (int step = 1; step < kBlock; step *= 2) {
+      const float before = __shfl_up_sync(0xffffffffu, sum, step, kBlock);
+      if (lane % kBlock >= step) sum += before;
+    }
+    const float last = __shfl_sync(0xffffffffu, sum, kBlock - 1, kBlock);
+    shared.logs[h][lane] = sum;
+    shared.written[h][lane] = gates.written;
+    shared.asked[h][lane] = exp2_fast(sum);
+    shared.kept[h][lane] = gates.written * exp2_fast(last - sum);
+    if (lane % kBlock == 0) shared.whole[h * kBlocks + lane / kBlock] = exp2_fast(last);
+  }
+
+  // P of chunk m, by one warp.
+  __device__ void products(int m) const {
+    float sums[2][2][4] = {};  // even and odd runs of keys; tokens s 0 .. 7 and 8 .. 15
+    const uint32_t asked = rows_of_a(shared.q + m * kBlock * L::kKeyPitch, L::kKeyPitch);
+    const uint32_t keys = rows_of_b(shared.k + m * kBlock * L::kKeyPitch, L::kKeyPitch);
+#pragma unroll
+    for (int i = 0; i < K / 16; ++i) {
+      uint32_t q[4], k[4];
+      load_matrices(q, asked + 32 * i);
+      load_matrices(k, keys + 32 * i);
+      multiply(sums[i % 2][0], q, k[0], k[1]);
+      multiply(sums[i % 2][1], q, k[2], k[3]);
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[0][n][i] += sums[1][n][i];
+    }
+    if constexpr (L::kValue) {
+      keep_wide(m, sums[0]);
+    } else {
+      for (int h = 0; h < place.heads; ++h) keep_decayed(m, h, sums[0]);
+    }
+  }
+
+  // The products of chunk m, [t, s], as head h takes them.
+  __device__ void keep_decayed(int m, int h, const float (&sums)[2][4]) const {
+    const int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
+    const float *logs = shared.logs[h] + m * kBlock, *written = shared.written[h] + m * kBlock;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int half_row = 0; half_row < 2; ++half_row) {
+        const int t = g + 8 * half_row, s = 8 * n + p;
+        float P[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float decay = exp2_fast(logs[t] - logs[s + i]) * written[s + i];
+          P[i] = s + i <= t ? sums[n][2 * half_row + i] * decay : 0.0f;
+        }
+        *reinterpret_cast<uint32_t*>(
+            &shared.p[h][(m * kBlock + t) * L::kBlockPitch + s]) = pack(P[0], P[1]);
+      }
+    }
+  }
+  __device__ void keep_wide(int m, const float (&sums)[2][4]) const {
+    const int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int t = g + i / 2 * 8, s = 8 * n + p + i % 2;
+        shared.p_wide[(m * kBlock + s) * kBlock + t] = sums[n][i];
+      }
+    }
+  }
+
+  // Per key: each thread has one channel of one chunk. The factors are products of single decays
+  // from the chunk's start on and up to its end: none is above 1.
+  __device__ void decay_keys() const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kBlocks * K; i += L::kThreads) {
+      const int m = i / K, channel = i % K;
+      const auto at_token = [&](int t) { return (m * kBlock + t) * K + channel; };
+      half* const q = &shared.q[m * kBlock * L::kKeyPitch + channel];
+      half* const k = &shared.k[m * kBlock * L::kKeyPitch + channel];
+      float decay[kBlock];
+#pragma unroll
+      for (int t = 0; t < kBlock; ++t) decay[t] = shared.decay[at_token(t)];
+      float since = op.scale;
+#pragma unroll
+      for (int t = 0; t < kBlock; ++t) {
+        decay[t] = exp2_fast(kLog2E * decay[t]);
+        shared.decay[at_token(t)] = decay[t];
+        since *= decay[t];
+        q[t * L::kKeyPitch] = to_half(shared.raw_q[at_token(t)] * since);
+      }
+      float until = 1;
+#pragma unroll
+      for (int t = kBlock - 1; t >= 0; --t) {
+        k[t * L::kKeyPitch] = to_half(shared.raw_k[at_token(t)] * until);
+        until *= decay[t];
+      }
+      shared.whole[i] = until;
+    }
+  }
+  __device__ static half to_half(float x) {
+    return __ushort_as_half(static_cast<unsigned short>(pack(x, 0.0f)));
+  }
+
+  // Per value, likewise: one value of one chunk for each thread.
+  __device__ void decay_values() const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kBlocks * L::kValues; i += L::kThreads) {
+      const int m = i / L::kValues, value = i % L::kValues;
+      const auto at_token = [&](int t) { return (m * kBlock + t) * L::kValues + value; };
+      float decay[kBlock], since = 1, until = 1;
+#pragma unroll
+      for (int t = 0; t < kBlock; ++t) decay[t] = shared.decay[at_token(t)];
+#pragma unroll
+      for (int t = 0; t < kBlock; ++t) {
+        decay[t] = exp2_fast(kLog2E * decay[t]);
+        shared.decay[at_token(t)] = decay[t];
+        since *= decay[t];
+        shared.since[at_token(t)] = since;
+      }
+#pragma unroll
+      for (int t = kBlock - 1; t >= 0; --t) {
+        shared.v[(m * kBlock + t) * L::kValuePitch + value] =
+            to_half(shared.raw_v[at_token(t)] * until);
+        until *= decay[t];
+      }
+      shared.whole[i] = until;
+    }
+  }
+
+  // Per value, by the same threads: what a chunk's own tokens answer. What each of them wrote is
+  // decayed on from token to token while it is read.
+  __device__ void own_answers() const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kBlocks * L::kValues; i += L::kThreads) {
+      const int m = i / L::kValues, value = i % L::kValues;
+      const auto at_token = [&](int t) { return (m * kBlock + t) * L::kValues + value; };
+      float decay[kBlock], sums[kBlock];
+#pragma unroll
+      for (int t = 0; t < kBlock; ++t) {
+        decay[t] = shared.decay[at_token(t)];
+        sums[t] = 0;
+      }
+#pragma unroll
+      for (int s = 0; s < kBlock; ++s) {
+        const float* const P = &shared.p_wide[(m * kBlock + s) * kBlock];
+        float written = shared.raw_v[at_token(s)];
+#pragma unroll
+        for (int t = s; t < kBlock; ++t) {
+          if (t > s) written *= decay[t];
+          sums[t] += P[t] * written;
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < kBlock; ++t) shared.own[at_token(t)] = sums[t];
+    }
+  }
+
+  // Per key: columns s and 15 - s of P of chunk m, 17 numbers together, by one warp. A column's key
+  // is decayed on from token to token while the queries meet it; a lane has K / 32 channels.
+  __device__ void columns(int m, int s) const {
+    constexpr int kPer = Channels<K>::kPer;
+    const int lane = threadIdx.x % 32, turn = kBlock - s;  // steps of the first column
+    const int first = m * kBlock;
+    Channels<K> key, other;
+    key.load(&shared.raw_k[(first + s) * K]);
+    other.load(&shared.raw_k[(first + turn - 1) * K]);
+    float sums[kBlock], last = 0;
+#pragma unroll
+    for (int n = 0; n <= kBlock; ++n) {
+      const int t = first + (n < turn ? s + n : n - 1);
+      Channels<K> q, decay;
+      q.load(&shared.raw_q[t * K]);
+      decay.load(&shared.decay[t * K]);
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) {
+        if (n > 0) key.x[i] = n == turn ? other.x[i] : key.x[i] * decay.x[i];
+        sum += q.x[i] * key.x[i];
+      }
+      if (n < kBlock) {
+        sums[n] = sum;
+      } else {
+        last = sum;
+      }
+    }
+    float all = scatter_sums(sums);  // lane n: the n-th, of 16 lanes
+    all += __shfl_xor_sync(0xffffffffu, all, 16);
+    last = sum_over_lanes(last);
+    if (lane > kBlock) return;
+    const int t = lane < turn ? s + lane : lane - 1, column = lane < turn ? s : turn - 1;
+    shared.p[0][(first + t) * L::kBlockPitch + column] =
+        to_half(op.scale * (lane < kBlock ? all : last));
+  }
+  __device__ void all_columns() const {
+    constexpr int kWarpsOfChunk = 8 / kBlocks;
+    const int warp = threadIdx.x / 32;
+#pragma unroll 1
+    for (int s = warp % kWarpsOfChunk; s < kBlock / 2; s += kWarpsOfChunk) {
+      columns(warp / kWarpsOfChunk, s);
+    }
+  }
+};
+
+}  // namespace weir::cuda::adding

@@ -1,0 +1,9 @@
+#include "kernels/outer_chunk_kernel.cuh"
+
+namespace weir::cuda::adding {
+
+void start_sum(const OuterStep& op, Context& context, int slice) {
+  start<By::Sum>(op, context, slice);
+}
+
+}  // namespace weir::cuda::adding

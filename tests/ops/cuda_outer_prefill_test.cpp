@@ -1,0 +1,136 @@
+// The chunk kernels of the recurrence that only adds, which take the rows of many tokens, against
+// the plain CPU op, which walks the tokens one after the other.
+#include "tests/ops/cuda_outer_case.h"
+
+namespace weir {
+namespace {
+
+using Decay = OuterStep::Decay;
+
+// Half-precision operands, sums in float32.
+constexpr double kTolerance = 1e-3;
+
+// Rows of the given lengths in slots of their own, every other one from a kept state; 0 stands for
+// a padding row of three tokens.
+Steps rows_of(const std::vector<int32_t>& lengths) {
+  Steps steps{{}, {}, {0}};
+  const auto count = int32_t(lengths.size());
+  for (int32_t i = 0; i < count; ++i) {
+    const bool padding = lengths[size_t(i)] == 0;
+    steps.slot.push_back(padding ? kPadding : count - 1 - i);
+    steps.first.push_back(i % 2 == 0 ? 9 : 0);
+    steps.begin.push_back(steps.begin.back() + (padding ? 3 : lengths[size_t(i)]));
+  }
+  return steps;
+}
+
+// Prompts among decoding sequences.
+const std::vector<int32_t> kMixed = {150, 1, 0, 64, 33, 7, 1, 200, 65};
+
+class CudaOuterPrefill : public CudaTest {
+ protected:
+  static void check(const OuterCase& c, const std::vector<int32_t>& lengths = kMixed) {
+    same("adding prefill, " + c.name + ", " + std::to_string(lengths.size()) + " rows", kTolerance,
+         [&](Side& side) { return outer_program(side, c, rows_of(lengths)); });
+  }
+};
+
+std::vector<OuterCase> kinds() {
+  return {{.name = "linear attention"},
+          {.name = "normalised", .normalise = true},
+          {.name = "RetNet", .decay = Decay::Constant},
+          {.name = "one decay a head", .decay = Decay::PerHead},
+          {.name = "GLA", .decay = Decay::PerKey},
+          {.name = "slot attention's keys", .decay = Decay::PerValue}};
+}
+
+TEST_F(CudaOuterPrefill, EveryDecay) {
+  for (const OuterCase& c : kinds()) check(c);
+}
+
+// What a wrong tail, or a wrong token at the edge of a chunk or tile, breaks.
+TEST_F(CudaOuterPrefill, EveryLength) {
+  std::vector<int32_t> lengths;
+  for (int32_t length = 1; length <= 130; ++length) lengths.push_back(length);
+  for (OuterCase c : kinds()) {
+    c.heads = c.key_heads = c.value_heads = c.query_heads = 1;
+    c.key_dim = c.value_dim = 64;
+    check(c, lengths);
+  }
+}
+
+// Heads cut into slices of 16, 32, 64 and 128 values: the fewer rows, the thinner.
+TEST_F(CudaOuterPrefill, EverySizeAndSlice) {
+  for (const int32_t rows : {1, 10, 30}) {
+    std::vector<int32_t> lengths;
+    for (int32_t i = 0; i < rows; ++i) lengths.push_back(34 + i * 29 % 70);
+    std::vector<std::pair<int32_t, int32_t>> sizes = {{64, 64}, {64, 128}, {128, 128},
+                                                      {128, 48}};
+    if (rows == 1) sizes.insert(sizes.end(), {{128, 64}, {256, 128}, {256, 512}});
+    if (rows == 30) sizes = {{64, 128}, {128, 64}, {256, 128}};
+    for (const auto& [K, V] : sizes) {
+      for (const Decay decay : {Decay::PerHead, Decay::PerKey, Decay::PerValue}) {
+        check({.name = std::to_string(K) + "x" + std::to_string(V), .key_dim = K, .value_dim = V,
+               .decay = decay},
+              lengths);
+      }
+    }
+    for (const int32_t K : {64, 128, 256}) {
+      check({.name = "normalised, " + std::to_string(K) + " keys", .key_dim = K, .value_dim = 64,
+             .normalise = true},
+            lengths);
+    }
+  }
+}
+
+TEST_F(CudaOuterPrefill, SharedHeads) {
+  check({.name = "Mamba-2, 4 heads of one group", .heads = 4, .key_heads = 1, .value_heads = 4,
+         .query_heads = 1, .value_dim = 64, .decay = Decay::PerHead, .v_scale = true,
+         .skip = true});
+  check({.name = "Mamba-2, 6 heads of two groups", .heads = 6, .key_heads = 2, .value_heads = 6,
+         .query_heads = 2, .value_dim = 64, .decay = Decay::PerHead, .v_scale = true,
+         .skip = true});
+  // With so many rows two heads of 64 values share a block.
+  check({.name = "Mamba-2, 8 heads of one group", .heads = 8, .key_heads = 1, .value_heads = 8,
+         .query_heads = 1, .value_dim = 64, .decay = Decay::PerHead, .v_scale = true,
+         .skip = true},
+        std::vector<int32_t>(40, 70));
+  check({.name = "4 heads, 2 of keys, 1 of values", .heads = 4, .key_heads = 2, .value_heads = 1,
+         .query_heads = 4, .decay = Decay::PerHead});
+  check({.name = "6 queries of 2 heads, which take steps", .query_heads = 6,
+         .decay = Decay::PerKey});
+}
+
+// exp(-L) would be exp(20,480) here, and exp(80) inside one chunk.
+TEST_F(CudaOuterPrefill, StrongDecaysStayFiniteAndRight) {
+  for (const Decay decay : {Decay::Constant, Decay::PerHead, Decay::PerKey, Decay::PerValue}) {
+    check({.name = "-5 a token", .heads = 1, .key_heads = 1, .value_heads = 1, .query_heads = 1,
+           .key_dim = 64, .value_dim = 64, .decay = decay, .log_decay = -5},
+          {4096, 1, 40});
+    check({.name = "-300 a token", .heads = 1, .key_heads = 1, .value_heads = 1, .query_heads = 1,
+           .key_dim = 64, .value_dim = 64, .decay = decay, .log_decay = -300},
+          {100, 1, 40});
+  }
+}
+
+// Long memories: what is wrong in a state shows in all that follows.
+TEST_F(CudaOuterPrefill, LongRows) {
+  for (OuterCase c : kinds()) {
+    c.heads = c.key_heads = c.value_heads = c.query_heads = 1;
+    c.log_decay = -0.001f;
+    check(c, {2048, 1000});
+  }
+}
+
+// States beyond what a half can hold.
+TEST_F(CudaOuterPrefill, LargeStates) {
+  for (OuterCase c : kinds()) {
+    c.heads = c.key_heads = c.value_heads = c.query_heads = 1;
+    c.log_decay = -0.001f;
+    c.value = 700;
+    check(c, {2048, 1000});
+  }
+}
+
+}  // namespace
+}  // namespace weir
