@@ -414,8 +414,10 @@ void run(const DeltaMix& op, Context& context) {
     if (op.rows.count == 1) return;
     tokens_most = kStepTokensMost;
   }
+  // Rows that an op of the step makes may be empty and long, though they are as many as the tokens.
+  const bool single = longest == 1 && !op.rows.computed;
   const bool many = op.rows.count * op.value_heads >= kStreamHeads;
-  if (longest == 1 && many && plain && streams(op, context)) {
+  if (single && many && plain && streams(op, context)) {
     return run_stream(op, context);
   }
   const int slices = slices_of(op, context);

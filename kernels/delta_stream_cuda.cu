@@ -331,7 +331,10 @@ bool streams(const DeltaMix& op, const Context& context) {
   const bool aligned =
       op.state.stride % 4 == 0 && reinterpret_cast<uintptr_t>(op.state.data) % 16 == 0;
   const int K = op.key_dim;
-  return context.compute >= 90 && aligned && (K == 32 || K == 64 || K == 128 || K == 256) &&
+  // A group that prepares as many value heads as the ring has places would come round to a place
+  // whose barrier is two phases behind, and take it for done.
+  const bool few = op.value_heads < kHeadsAhead * op.key_heads;
+  return context.compute >= 90 && aligned && few && (K == 32 || K == 64 || K == 128 || K == 256) &&
          op.value_dim % kStageRows == 0 && op.value_dim <= kPart * kPartsMost;
 }
 
