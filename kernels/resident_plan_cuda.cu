@@ -229,10 +229,19 @@ int add_mix(const Ops& ops, int i, const Context& context, Plan& plan) {
   return 2;
 }
 
+// Whether a plan might begin with the op: most steps have more tokens, and end here.
+bool may_begin(const Op& op) {
+  if (const auto* gather = std::get_if<Gather>(&op)) return gather->count <= kTokensMost;
+  if (const auto* norm = std::get_if<RmsNorm>(&op)) return norm->tokens <= kTokensMost;
+  if (const auto* linear = std::get_if<Linear>(&op)) return linear->tokens <= kTokensMost;
+  if (const auto* mix = std::get_if<DeltaMix>(&op)) return mix->rows.tokens <= kTokensMost;
+  return false;
+}
+
 }  // namespace
 
 int run(const Op* first, int count, Context& context) {
-  if (context.meeting == nullptr) return 0;
+  if (context.meeting == nullptr || !may_begin(*first)) return 0;
   const Ops ops(first, count);
   const auto made = std::make_unique<Plan>();
   Plan& plan = *made;
