@@ -29,8 +29,8 @@ constexpr char kUsage[] =
     "golden.safetensors: prompt [n] int32; logits_full [n, vocab] float32; optional\n"
     "logits_step [n, vocab] float32; optional greedy [m] int32. --full_only leaves logits_step\n"
     "out: fla's own RWKV-7, fed token by token, starts from memory that it never cleared.\n"
-    "--vectors: how linear layers on a GPU take vectors: split, as high and low bf16 halves, or\n"
-    "bf16, rounded: faster, and less exact.\n";
+    "--vectors: how linear layers, and softmax attention over prompts, take vectors on a GPU:\n"
+    "split, as high and low halves, or bf16, rounded: faster, and less exact.\n";
 
 struct Options {
   std::string folder, golden;

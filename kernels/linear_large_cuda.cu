@@ -187,6 +187,7 @@ void MatrixProducts::find_fastest(Plan& plan, const Shape& shape, const Product&
   WEIR_CUDA_CHECK(cudaEventCreate(&end));
   float least = 0;
   for (int i = 0; i < found; ++i) {
+    if (result[i].state != CUBLAS_STATUS_SUCCESS) continue;
     Plan tried = plan;
     tried.algo = result[i].algo;
     const auto go = [&] { start(tried, product, product.x.high, product.accumulate, to, context); };
@@ -197,7 +198,7 @@ void MatrixProducts::find_fastest(Plan& plan, const Shape& shape, const Product&
     WEIR_CUDA_CHECK(cudaEventSynchronize(end));
     float milliseconds = 0;
     WEIR_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, begin, end));
-    if (i > 0 && milliseconds >= least) continue;
+    if (least > 0 && milliseconds >= least) continue;
     least = milliseconds;
     plan.algo = result[i].algo;
   }

@@ -145,7 +145,7 @@ bool independent(const Table& table, const LinearPhase& next, int linear) {
   for (int i = linear - 1, p = table.phases - 1; i >= 0; --i, --p) {
     if (table.is_mix[p]) return false;
     const LinearPhase& before = table.linear[i];
-    if (before.normed != nullptr) return false;
+    if (before.normed != nullptr || before.gate != nullptr) return false;
     const Span read(before.x, before.x_stride, before.tokens, before.in);
     const Span written(before.y, before.y_stride, before.tokens, before.rows);
     if (x.meets(written) || y.meets(read) || y.meets(written)) return false;

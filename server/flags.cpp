@@ -27,8 +27,8 @@ ABSL_FLAG(int32_t, max_connection_age_seconds, 0,
 ABSL_FLAG(std::string, model_name, "", "name that clients see; default: the folder's name");
 ABSL_FLAG(std::string, device, "cpu", "device to run on: cpu, cuda (the first GPU) or cuda:N");
 ABSL_FLAG(std::string, vectors, "split",
-          "how linear layers on a GPU take vectors: split, as high and low bf16 halves, within "
-          "3e-6; bf16, rounded, within 2e-3, faster");
+          "how linear layers, and softmax attention over prompts, take vectors on a GPU: split, as "
+          "high and low halves, within 3e-6; bf16, rounded, within 2e-3, faster");
 ABSL_FLAG(int32_t, threads, 0, "threads of the CPU device; 0: one for each core");
 ABSL_FLAG(int32_t, slots, 0, "sequences that run at one time; 0: at most 64, fewer if memory says");
 ABSL_FLAG(int32_t, state_memory_mib, 0,
