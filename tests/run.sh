@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what is missing, builds, and runs every test. Needs Debian 12 or Ubuntu 24.04. 23 minutes
+# Installs what is missing, builds, and runs every test. Needs Debian 12 or Ubuntu 24.04. 27 minutes
 # on two cores with CUDA compiled and a warm compiler cache; from an empty one longer.
 # `./tests/run.sh --quick` leaves out the sanitizer builds and the fuzzers.
 set -euo pipefail
