@@ -54,7 +54,6 @@ static_assert(sizeof(Shared) <= 227 * 1024);
 
 constexpr int kTurnsMost = 1 << 24;         // of waiting for another block: seconds
 
-
 // Where a block is in the step.
 struct Walk {
   const Table& table;

@@ -10,23 +10,6 @@ namespace {
 // size.
 constexpr double kTolerance = 1e-3;
 
-// Rows of the given lengths in slots of their own, every other one from a kept state; 0 stands for
-// a padding row of three tokens.
-Steps rows_of(const std::vector<int32_t>& lengths) {
-  Steps steps{{}, {}, {0}};
-  const auto count = int32_t(lengths.size());
-  for (int32_t i = 0; i < count; ++i) {
-    const bool padding = lengths[size_t(i)] == 0;
-    steps.slot.push_back(padding ? kPadding : count - 1 - i);
-    steps.first.push_back(i % 2 == 0 ? 9 : 0);
-    steps.begin.push_back(steps.begin.back() + (padding ? 3 : lengths[size_t(i)]));
-  }
-  return steps;
-}
-
-// Prompts among decoding sequences.
-const std::vector<int32_t> kMixed = {150, 1, 0, 64, 33, 7, 1, 200, 65};
-
 class CudaSwilaPrefill : public CudaTest {
  protected:
   static void check(const SwilaCase& c, const std::vector<int32_t>& lengths = kMixed) {
