@@ -1,10 +1,12 @@
 #include "engine/runner.h"
 
 #include <algorithm>
+#include <bit>
 #include <unordered_map>
 
 #include "engine/lower.h"
 #include "engine/staging.h"
+#include "engine/step_layout.h"
 #include "kernels/check.h"
 
 namespace weir {
@@ -25,6 +27,9 @@ struct Lowered {
 // Programs are cheap to make again; the cache only has to hold what a busy hour repeats.
 constexpr size_t kProgramsKept = 512;
 
+// Tokens of the smallest step of prompts that is tried at the start.
+constexpr int32_t kPromptsWarmed = 128;
+
 // The rows that a decode step of so many is padded to, where the backend remembers programs.
 int32_t padded_rows(int32_t rows, const Limits& limits) {
   constexpr int32_t kSteps[] = {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128};
@@ -39,59 +44,14 @@ int32_t pages_per_row(const Limits& limits) {
   return int32_t(std::min<int64_t>(pages, limits.pages));
 }
 
-// Where what a step reads lies: its rows, tokens, and how to draw. As small as the shape allows.
-struct Inputs {
-  Inputs(const StepShape& shape, int32_t pages) : pages(pages) {
-    const auto rows = size_t(shape.rows), tokens = size_t(shape.tokens);
-    const auto outputs = size_t(shape.outputs);
-    ids = layout.reserve<Token>(tokens);
-    slot = layout.reserve<int32_t>(rows);
-    first = layout.reserve<int32_t>(rows);
-    begin = layout.reserve<int32_t>(rows + 1);
-    page_table = layout.reserve<int32_t>(rows * size_t(pages));
-    output_token = layout.reserve<int32_t>(outputs);
-    sampling = layout.reserve<Sampling>(outputs);
-    position = layout.reserve<int32_t>(outputs);
-    target = layout.reserve<Token>(outputs);
-    top = layout.reserve<int32_t>(outputs);
-    counts = layout.reserve<int32_t>(outputs);
-    edit_begin = layout.reserve<int32_t>(outputs + 1);
-  }
-
-  int32_t pages = 0;  // page table entries a row
-  Layout layout;
-  Layout::Array<Token> ids, target;
-  Layout::Array<int32_t> slot, first, begin, page_table, output_token, position, top, counts,
-      edit_begin;
-  Layout::Array<Sampling> sampling;
-};
-
-// Where what a step answers lies. The tokens come first, in the same place for every shape: there
-// the next step finds them.
-struct Outputs {
-  explicit Outputs(int32_t count) {
-    const auto outputs = size_t(count);
-    token = layout.reserve<Token>(outputs);
-    logprob = layout.reserve<float>(outputs);
-    without_top = layout.bytes();
-    top_token = layout.reserve<Token>(outputs * Sample::kTop);
-    top_logprob = layout.reserve<float>(outputs * Sample::kTop);
-  }
-
-  Layout layout;
-  size_t without_top = 0;  // bytes
-  Layout::Array<Token> token, top_token;
-  Layout::Array<float> logprob, top_logprob;
-};
-
 StepShape largest_step(const Limits& limits) {
   return {limits.slots, limits.step_tokens, limits.step_tokens};
 }
 
 size_t input_bytes(const Limits& limits) {
-  return Inputs(largest_step(limits), pages_per_row(limits)).layout.bytes();
+  return StepInputs(largest_step(limits), pages_per_row(limits)).layout.bytes();
 }
-size_t answer_bytes(const Limits& limits) { return Outputs(limits.step_tokens).layout.bytes(); }
+size_t answer_bytes(const Limits& limits) { return StepOutputs(limits.step_tokens).layout.bytes(); }
 size_t token_bytes(const Limits& limits) { return size_t(limits.step_tokens) * sizeof(Token); }
 
 int64_t workspace_floats(const ModelSpec& spec, const Limits& limits) {
@@ -138,14 +98,17 @@ struct Runner::Impl {
   }
 
   StepShape padded(const StepShape& shape) const;
-  void fill_rows(const StepBatch& batch, const Inputs& at);
-  void fill_outputs(const StepBatch& batch, const Inputs& at);
-  void fill_padding(int32_t row, const Inputs& at);
-  void run(const StepShape& shape, const Inputs& at);
+  void fill_rows(const StepBatch& batch, const StepInputs& at);
+  void fill_outputs(const StepBatch& batch, const StepInputs& at);
+  void fill_padding(int32_t row, const StepInputs& at);
+  void run(const StepShape& shape, const StepInputs& at);
+  // Tokens of a row.
+  int64_t row_most() const { return std::min(limits.chunk_tokens, limits.prompt_tokens); }
   void warm_up();
+  void warm_up_prompts(int32_t tokens);
   const Lowered& lowered(const StepShape& shape);
   StepArrays device_arrays(const StepShape& shape) const;
-  void read_drawn(const StepBatch& batch, const Outputs& at, const std::byte* host);
+  void read_drawn(const StepBatch& batch, const StepOutputs& at, const std::byte* host);
 
   const Model& model;
   const StatePool& pool;
@@ -154,7 +117,7 @@ struct Runner::Impl {
   const size_t kv_bytes_per_token;
   const int32_t pages;        // page table entries a row
   Staging in;
-  std::byte* device_out;      // answers, laid out as Outputs says
+  std::byte* device_out;      // answers, laid out as StepOutputs says
   std::vector<std::byte> host_out[Scheduler::kStepsOut];  // in turn
   Token* read;                // [step_tokens], on the device
   float* workspace = nullptr;
@@ -177,7 +140,7 @@ StepShape Runner::Impl::padded(const StepShape& shape) const {
   return {rows, rows, rows};
 }
 
-void Runner::Impl::fill_rows(const StepBatch& batch, const Inputs& at) {
+void Runner::Impl::fill_rows(const StepBatch& batch, const StepInputs& at) {
   WEIR_CHECK(batch.rows.size() <= size_t(limits.slots));
   WEIR_CHECK(batch.tokens.size() <= size_t(limits.step_tokens));
   std::ranges::copy(batch.tokens, in.host(at.ids));
@@ -198,7 +161,7 @@ void Runner::Impl::fill_rows(const StepBatch& batch, const Inputs& at) {
   }
 }
 
-void Runner::Impl::fill_outputs(const StepBatch& batch, const Inputs& at) {
+void Runner::Impl::fill_outputs(const StepBatch& batch, const StepInputs& at) {
   edits.clear();
   int32_t* edit_begin = in.host(at.edit_begin);
   edit_begin[0] = 0;
@@ -217,7 +180,7 @@ void Runner::Impl::fill_outputs(const StepBatch& batch, const Inputs& at) {
 }
 
 // A row of one token that touches nothing, and whose answer nobody reads.
-void Runner::Impl::fill_padding(int32_t row, const Inputs& at) {
+void Runner::Impl::fill_padding(int32_t row, const StepInputs& at) {
   in.host(at.ids)[row] = 0;
   in.host(at.slot)[row] = kPadding;
   in.host(at.first)[row] = 1;
@@ -231,7 +194,7 @@ void Runner::Impl::fill_padding(int32_t row, const Inputs& at) {
   in.host(at.edit_begin)[row + 1] = int32_t(edits.size());
 }
 
-void Runner::Impl::run(const StepShape& shape, const Inputs& at) {
+void Runner::Impl::run(const StepShape& shape, const StepInputs& at) {
   in.upload(at.layout.bytes(), backend);
   if (!edits.empty()) {
     backend.upload(device_edits, edits.data(), edits.size() * sizeof(LogitEdit));
@@ -244,19 +207,46 @@ void Runner::Impl::run(const StepShape& shape, const Inputs& at) {
   }
 }
 
-// Every padded shape, twice: from the second run on the backend remembers it.
+// Every padded shape, twice: from the second run on the backend remembers it. Then prompts of sizes
+// a quarter of an octave apart: the backend chooses between products when it first meets a size.
 void Runner::Impl::warm_up() {
   const int32_t most = std::min(limits.slots, limits.step_tokens);
   for (int32_t rows = 1; rows <= most; ++rows) {
     rows = padded_rows(rows, limits);
     const StepShape shape{rows, rows, rows};
-    const Inputs at(shape, pages);
+    const StepInputs at(shape, pages);
     in.host(at.begin)[0] = 0;
     in.host(at.edit_begin)[0] = 0;
     for (int32_t row = 0; row < rows; ++row) fill_padding(row, at);
     for (int times = 0; times < 2; ++times) run(shape, at);
     backend.finish();
   }
+  const int64_t longest = std::min(int64_t(limits.step_tokens), limits.slots * row_most());
+  for (int32_t size = kPromptsWarmed; size <= longest;) {
+    const auto quarter = int32_t(std::bit_floor(uint32_t(size)) / 4);
+    warm_up_prompts(int32_t(std::min<int64_t>(size + quarter / 2, longest)));
+    size += quarter;
+  }
+}
+
+// A step of prompts with so many tokens. No sequence has begun, so its states may be anybody's.
+void Runner::Impl::warm_up_prompts(int32_t tokens) {
+  const std::vector<int32_t> page_table(size_t(pages), 0);
+  StepBatch batch;
+  batch.tokens.assign(size_t(tokens), 0);
+  for (int32_t begin = 0, count = 0; begin < tokens; begin += count) {
+    count = int32_t(std::min<int64_t>(row_most(), tokens - begin));
+    batch.rows.push_back({.slot = Slot(batch.rows.size()), .count = count, .begin = begin,
+                          .pages = page_table});
+  }
+  batch.outputs.push_back({.token = tokens - 1, .position = batch.rows.back().count,
+                           .sampling = {.temperature = 0}});
+  const StepShape shape{int32_t(batch.rows.size()), tokens, 1};
+  const StepInputs at(shape, pages);
+  fill_rows(batch, at);
+  fill_outputs(batch, at);
+  run(shape, at);
+  backend.finish();
 }
 
 const Lowered& Runner::Impl::lowered(const StepShape& shape) {
@@ -271,8 +261,8 @@ const Lowered& Runner::Impl::lowered(const StepShape& shape) {
 }
 
 StepArrays Runner::Impl::device_arrays(const StepShape& shape) const {
-  const Inputs at(shape, pages);
-  const Outputs to(shape.outputs);
+  const StepInputs at(shape, pages);
+  const StepOutputs to(shape.outputs);
   const auto out = [this]<typename T>(Layout::Array<T> array) {
     return reinterpret_cast<T*>(device_out + array.offset);
   };
@@ -299,7 +289,8 @@ StepArrays Runner::Impl::device_arrays(const StepShape& shape) const {
                      .top_logprob = out(to.top_logprob)}};
 }
 
-void Runner::Impl::read_drawn(const StepBatch& batch, const Outputs& at, const std::byte* host) {
+void Runner::Impl::read_drawn(const StepBatch& batch, const StepOutputs& at,
+                             const std::byte* host) {
   const auto in_host = [host]<typename T>(Layout::Array<T> array) {
     return reinterpret_cast<const T*>(host + array.offset);
   };
@@ -333,7 +324,7 @@ void Runner::begin(const StepBatch& batch) {
   const StepShape shape{int32_t(batch.rows.size()), int32_t(batch.tokens.size()),
                         int32_t(batch.outputs.size())};
   const StepShape padded = self.padded(shape);
-  const Inputs at(padded, self.pages);
+  const StepInputs at(padded, self.pages);
   self.fill_rows(batch, at);
   self.fill_outputs(batch, at);
   for (int32_t row = shape.rows; row < padded.rows; ++row) self.fill_padding(row, at);
@@ -343,7 +334,7 @@ void Runner::begin(const StepBatch& batch) {
   Begun& step = self.begun[turn];
   step = {.batch = &batch, .outputs = padded.outputs};
   if (!batch.outputs.empty()) {
-    const Outputs to(padded.outputs);
+    const StepOutputs to(padded.outputs);
     const bool alternatives = std::ranges::any_of(batch.outputs, &Output::top);
     self.backend.download(self.host_out[turn].data(), self.device_out,
                           alternatives ? to.layout.bytes() : to.without_top);
@@ -357,7 +348,7 @@ std::span<const Drawn> Runner::finish() {
   const size_t turn = self.steps_finished++ % Scheduler::kStepsOut;
   const Begun& step = self.begun[turn];
   self.backend.await(step.mark);
-  self.read_drawn(*step.batch, Outputs(step.outputs), self.host_out[turn].data());
+  self.read_drawn(*step.batch, StepOutputs(step.outputs), self.host_out[turn].data());
   return {self.drawn.data(), step.batch->outputs.size()};
 }
 
