@@ -28,12 +28,14 @@ struct Engine::Impl {
   bool begin_step();
   bool finish_step();
   void count_rows(const StepBatch& batch, StepReport& report) const;
+  void count_freed();
   void deliver();
   void report_occupancy();
 
-  // A submission, or, without a request, a cancel.
+  // A submission, a snapshot dropped, or, with neither, a cancel.
   struct Message {
     SequenceId id = 0;
+    SnapshotId dropped = kNoSnapshot;
     std::optional<Request> request;
     TokenSink* sink = nullptr;
   };
@@ -49,6 +51,8 @@ struct Engine::Impl {
     StepReport report;
   };
 
+  // The engine thread's view of snapshots is the scheduler's; that of callers is `ledger`, in which
+  // nothing is free that the scheduler still holds, or will once it has read the inbox.
   const Limits limits;
 
   std::mutex mutex;  // guards the block below
@@ -56,6 +60,7 @@ struct Engine::Impl {
   std::vector<Message> inbox;
   int64_t live = 0;  // accepted, and the last emission not yet on its way
   SequenceId last_id = 0;
+  SnapshotLedger ledger{.free = limits.snapshots, .kept = {}};
   bool cancelling_all = false;
   bool stopping = false;
 
@@ -70,6 +75,7 @@ struct Engine::Impl {
   Nanoseconds last_finished = 0;
   StepReport untold;  // admitted and finished by steps without rows
   std::optional<Occupancy> reported;
+  int64_t freed = 0;  // snapshots' slots, as the ledger knows of
 
   std::thread thread;
 };
@@ -78,7 +84,11 @@ void Engine::Impl::run() {
   report_occupancy();
   while (wait_for_work()) {
     read_inbox();
-    if (!scheduler.idle()) step();  // late cancels alone are no work
+    if (scheduler.idle()) {
+      report_occupancy();  // late cancels and dropped snapshots alone are no work
+    } else {
+      step();
+    }
   }
 }
 
@@ -100,6 +110,10 @@ void Engine::Impl::read_inbox() {
     cancel_all = cancelling_all;
   }
   for (Message& message : messages) {
+    if (message.dropped != kNoSnapshot) {
+      scheduler.drop(message.dropped);
+      continue;
+    }
     if (!message.request) {
       scheduler.cancel(message.id);
       continue;
@@ -110,6 +124,7 @@ void Engine::Impl::read_inbox() {
     WEIR_CHECK(admission == Admission::Accepted);
   }
   messages.clear();
+  count_freed();
   if (!cancel_all) return;
   for (const auto& [id, stream] : streams) scheduler.cancel(id);
 }
@@ -131,6 +146,8 @@ bool Engine::Impl::begin_step() {
   step.report.admitted = scheduler.running() - running_before;
   report_occupancy();
   step.computes = !batch.empty();
+  step.report.restored = int32_t(batch.starts.size());
+  step.report.kept = int32_t(batch.keeps.size());
   if (step.computes) {
     count_rows(batch, step.report);
     runner.begin(batch);
@@ -162,6 +179,7 @@ bool Engine::Impl::finish_step() {
   for (const Emission& emission : emissions) report.drawn += emission.token.has_value();
   report.finished = running - scheduler.running();
   const bool ended = scheduler.running() + scheduler.waiting() < live;
+  count_freed();
   deliver();
   report_occupancy();
   // What began or ended without a computation is told with the next one.
@@ -178,9 +196,17 @@ bool Engine::Impl::finish_step() {
 void Engine::Impl::count_rows(const StepBatch& batch, StepReport& report) const {
   for (const Row& row : batch.rows) {
     const bool prompt = row.first < streams.at(row.id).prompt_tokens;
+    report.zeroed += row.first == 0;
     ++(prompt ? report.prompt_rows : report.decode_rows);
     (prompt ? report.prompt_tokens : report.decode_tokens) += row.count;
   }
+}
+
+void Engine::Impl::count_freed() {
+  const int64_t now_freed = scheduler.snapshots().freed();
+  if (now_freed == freed) return;
+  const std::lock_guard lock(mutex);
+  ledger.free += int32_t(now_freed - std::exchange(freed, now_freed));
 }
 
 void Engine::Impl::deliver() {
@@ -188,6 +214,11 @@ void Engine::Impl::deliver() {
     const auto stream = streams.find(emission.id);
     WEIR_CHECK(stream != streams.end());
     TokenSink& sink = *stream->second.sink;
+    if (emission.snapshot) {  // before the sink hears of it, which may use it at once
+      const SnapshotId id = emission.snapshot->id;
+      const std::lock_guard lock(mutex);
+      ledger.kept[id] = scheduler.snapshots().ledger().kept.at(id);
+    }
     if (emission.finish) {
       streams.erase(stream);
       // Before the sink hears of it: whoever does may submit the next request at once.
@@ -204,7 +235,9 @@ void Engine::Impl::report_occupancy() {
                             .slots = limits.slots,
                             .free_slots = scheduler.free_slots(),
                             .pages = limits.pages,
-                            .free_pages = scheduler.free_pages()};
+                            .free_pages = scheduler.free_pages(),
+                            .snapshots = limits.snapshots,
+                            .free_snapshots = scheduler.snapshots().ledger().free};
   if (reported == occupancy) return;
   reported = occupancy;
   observer.on_occupancy(occupancy);
@@ -229,9 +262,12 @@ Engine::Submitted Engine::submit(Request request, TokenSink& sink) {
   SequenceId id = 0;
   {
     const std::lock_guard lock(impl_->mutex);
+    const Admission found = impl_->ledger.check(request);
+    if (found != Admission::Accepted) return {.admission = found};
     const int64_t live_max = int64_t(impl_->limits.slots) + impl_->limits.queued;
     if (impl_->live >= live_max) return {.admission = Admission::QueueFull};
     ++impl_->live;
+    impl_->ledger.free -= int32_t(request.snapshots.size());
     id = ++impl_->last_id;
     impl_->inbox.push_back({.id = id, .request = std::move(request), .sink = &sink});
   }
@@ -243,6 +279,15 @@ void Engine::cancel(SequenceId id) {
   {
     const std::lock_guard lock(impl_->mutex);
     impl_->inbox.push_back({.id = id});
+  }
+  impl_->posted.notify_one();
+}
+
+void Engine::drop(SnapshotId id) {
+  {
+    const std::lock_guard lock(impl_->mutex);
+    if (impl_->ledger.kept.erase(id) == 0) return;
+    impl_->inbox.push_back({.dropped = id});
   }
   impl_->posted.notify_one();
 }

@@ -41,6 +41,9 @@ class Engine {
   // before this returns. QueueFull: slots + queued sequences are in the engine already.
   Submitted submit(Request request, TokenSink& sink);
   void cancel(SequenceId id);  // the last emission still comes
+  // From any thread: lets go of a snapshot that an emission has told of. Requests that were
+  // accepted to start from it do so. Unknown ids are fine.
+  void drop(SnapshotId id);
   // The same for all of them, those that arrive later too.
   void cancel_all();
 

@@ -7,6 +7,7 @@ namespace weir {
 // fields.
 struct Limits {
   int32_t slots = 0;           // sequences that hold state at one time; >= 1
+  int32_t snapshots = 0;       // further slots, for states kept inside prompts; >= 0
   int32_t pages = 0;           // KV pages; 0 for a model without growing attention
   int32_t page_tokens = 64;    // positions of a page; > 0
   int32_t step_tokens = 0;     // tokens of one step, all rows together; >= slots

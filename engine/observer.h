@@ -15,6 +15,9 @@ struct StepReport {
   int32_t drawn = 0;               // tokens drawn
   int32_t admitted = 0;            // sequences that took a slot
   int32_t finished = 0;            // sequences that gave one back
+  int32_t zeroed = 0;              // sequences that started from zero
+  int32_t restored = 0;            // sequences that started from a snapshot
+  int32_t kept = 0;                // states copied to be kept
   size_t bytes = 0;                // what the step had to move at least (kernels/cost.cpp)
 };
 
@@ -22,6 +25,7 @@ struct Occupancy {
   int32_t waiting = 0, running = 0;
   int32_t slots = 0, free_slots = 0;
   int32_t pages = 0, free_pages = 0;
+  int32_t snapshots = 0, free_snapshots = 0;  // slots of their own; promised ones are not free
 
   bool operator==(const Occupancy&) const = default;
 };

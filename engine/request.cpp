@@ -19,6 +19,22 @@ bool good_sampling(const Sampling& sampling, int32_t vocab) {
 // Minus infinity forbids a token; plus infinity would leave no finite distribution.
 bool good_bias(const std::pair<Token, float>& bias) { return bias.second < INFINITY; }
 
+// What of its snapshots a request says by itself: SnapshotLedger::check() knows which there are.
+Admission check_snapshots(const Request& request, const Limits& limits) {
+  if (request.snapshots.empty() && request.start_from == kNoSnapshot) return Admission::Accepted;
+  if (limits.pages > 0) return Admission::SnapshotOfPages;
+  if (request.start_from != kNoSnapshot && request.prompt_logprobs) return Admission::BadSnapshot;
+  int32_t before = 0;
+  for (const int32_t position : request.snapshots) {
+    if (position <= before || size_t(position) > request.prompt.size()) {
+      return Admission::BadSnapshot;
+    }
+    before = position;
+  }
+  return request.snapshots.size() > size_t(limits.snapshots) ? Admission::NoSnapshotFree
+                                                             : Admission::Accepted;
+}
+
 }  // namespace
 
 Admission check(const Request& request, const Limits& limits) {
@@ -39,7 +55,7 @@ Admission check(const Request& request, const Limits& limits) {
       request.top_logprobs > Sample::kTop) {
     return Admission::BadSampling;
   }
-  return Admission::Accepted;
+  return check_snapshots(request, limits);
 }
 
 int64_t pages_for(const Request& request, const Limits& limits) {

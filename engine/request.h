@@ -15,6 +15,9 @@ using Nanoseconds = int64_t;  // of one steady clock; the core never reads it, i
 
 inline constexpr Nanoseconds kNever = INT64_MAX;
 
+using SnapshotId = uint64_t;  // never used twice
+inline constexpr SnapshotId kNoSnapshot = 0;
+
 struct Request {
   std::vector<Token> prompt;           // at least one token
   int32_t new_tokens = 0;              // at most this many are drawn
@@ -27,6 +30,13 @@ struct Request {
   bool prompt_logprobs = false;        // of prompt tokens 1 .. n - 1, given those before
   int32_t priority = 0;                // larger goes first; equal ones in order of arrival
   Nanoseconds deadline = kNever;
+  // Where in the prompt the state is kept: after so many tokens, 1 .. n, in rising order. The
+  // emission that follows such a token says the snapshot's id; it stays until its owner, who
+  // submitted this, drops it.
+  std::vector<int32_t> snapshots;
+  // Not kNoSnapshot: start from this state instead of from zero. The prompt begins with the tokens
+  // that it has read, which are not read again, and goes on for one or more.
+  SnapshotId start_from = kNoSnapshot;
 };
 
 // Whether a request can be served at all under these limits, whatever else runs.
@@ -39,6 +49,11 @@ enum class Admission : uint8_t {
   BadLength,      // new_tokens outside 1 .. limit, or min_tokens above it
   TooManyPages,   // needs more KV pages than there are
   BadSampling,    // a number that is not finite or out of its range
+  BadSnapshot,    // positions outside the prompt, not rising or read already; a snapshot of other
+                  // tokens, or of the whole prompt; prompt_logprobs of tokens that are not read
+  NoSnapshotFree,   // more than there are, or than are neither kept nor promised
+  UnknownSnapshot,  // to start from: never made, or dropped
+  SnapshotOfPages,  // this model also remembers in KV pages, which are not kept
 };
 Admission check(const Request& request, const Limits& limits);
 
@@ -71,6 +86,11 @@ struct Emission {
     std::vector<TokenScore> top;
   };
   std::vector<PromptScore> prompt;      // newly scored prompt positions, in order
+  struct Snapshot {
+    SnapshotId id = kNoSnapshot;
+    int32_t position = 0;               // how many of the prompt's tokens it has read
+  };
+  std::optional<Snapshot> snapshot;     // newly kept
   std::optional<Finish> finish;
   bool started = false;                 // had left the queue when it finished
   Nanoseconds started_at = kNever;      // when it left the queue; kNever: it did not

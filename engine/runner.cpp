@@ -328,7 +328,9 @@ void Runner::begin(const StepBatch& batch) {
   self.fill_rows(batch, at);
   self.fill_outputs(batch, at);
   for (int32_t row = shape.rows; row < padded.rows; ++row) self.fill_padding(row, at);
+  for (const SlotCopy& copy : batch.starts) self.pool.copy_slot(copy.to, copy.from);
   self.run(padded, at);
+  for (const SlotCopy& copy : batch.keeps) self.pool.copy_slot(copy.to, copy.from);
 
   const size_t turn = self.steps_begun++ % Scheduler::kStepsOut;
   Begun& step = self.begun[turn];

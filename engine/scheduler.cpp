@@ -21,6 +21,8 @@ struct Scheduler::Sequence {
   Slot slot = -1;                  // taken at admission, as are the pages
   Nanoseconds started_at = kNever; // the moment of admission
   std::vector<int32_t> pages;
+  std::vector<Slot> promised;      // for the snapshots that are not taken yet
+  std::optional<Slot> starts_from; // until it has
   LogitEdits edits;
   std::optional<Finish> finish;    // once set, it gets no more rows and is told at the next commit
   bool told = false;               // its last emission is out
@@ -29,6 +31,11 @@ struct Scheduler::Sequence {
   int32_t unread() const { return known() + pending - read; }
   int32_t drawn() const { return known() - prompt_tokens; }
   int32_t asked() const { return drawn() + pending; }
+  // Tokens that are to be read before the next snapshot is taken.
+  int32_t before_snapshot() const {
+    const size_t taken = request.snapshots.size() - promised.size();
+    return promised.empty() ? INT32_MAX : request.snapshots[taken] - read;
+  }
   // The last token to be drawn is never read.
   bool moves() const { return !finish && asked() < request.new_tokens; }
   bool stops_at(Token token) const {
@@ -36,12 +43,13 @@ struct Scheduler::Sequence {
   }
 };
 
-Scheduler::Scheduler(const Limits& limits) : limits_(limits) {
+Scheduler::Scheduler(const Limits& limits)
+    : limits_(limits), snapshots_(limits.slots, limits.snapshots) {
   WEIR_CHECK(limits.slots >= 1);
   WEIR_CHECK(limits.pages >= 0 && limits.page_tokens > 0);
   WEIR_CHECK(limits.step_tokens >= limits.slots);  // all that decode move in every step
   WEIR_CHECK(limits.chunk_tokens >= 1 && limits.chunk_tokens <= limits.step_tokens);
-  WEIR_CHECK(limits.queued >= 0);
+  WEIR_CHECK(limits.queued >= 0 && limits.snapshots >= 0);
   WEIR_CHECK(limits.prompt_tokens >= 1 && limits.new_tokens >= 1 && limits.vocab >= 1);
   for (Slot slot = limits.slots; slot-- > 0;) free_slots_.push_back(slot);
   for (int32_t page = limits.pages; page-- > 0;) free_pages_.push_back(page);
@@ -58,6 +66,8 @@ Scheduler::~Scheduler() = default;
 Admission Scheduler::submit(SequenceId id, Request request) {
   const Admission admission = check(request, limits_);
   if (admission != Admission::Accepted) return admission;
+  const Admission found = snapshots_.ledger().check(request);
+  if (found != Admission::Accepted) return found;
   const int64_t live_max = int64_t(limits_.slots) + limits_.queued;
   if (int64_t(sequences_.size()) - told_ >= live_max) return Admission::QueueFull;
 
@@ -66,6 +76,13 @@ Admission Scheduler::submit(SequenceId id, Request request) {
   sequence->pages_needed = pages_for(request, limits_);
   sequence->prompt_tokens = int32_t(request.prompt.size());
   sequence->tokens = std::move(request.prompt);
+  for (size_t i = 0; i < request.snapshots.size(); ++i) {
+    sequence->promised.push_back(snapshots_.promise());
+  }
+  if (request.start_from != kNoSnapshot) {
+    sequence->read = int32_t(snapshots_.ledger().kept.at(request.start_from).size());
+    sequence->starts_from = snapshots_.begin_reading(request.start_from);
+  }
   sequence->request = std::move(request);
   const auto later = [](int32_t priority, const Sequence* other) {
     return other->request.priority < priority;
@@ -96,7 +113,8 @@ const StepBatch& Scheduler::next(Nanoseconds now) {
   }
   for (Sequence* sequence : running_) {
     const int32_t room = limits_.step_tokens - int32_t(batch.tokens.size());
-    const int32_t count = std::min({sequence->unread(), limits_.chunk_tokens, room});
+    int32_t count = std::min({sequence->unread(), limits_.chunk_tokens, room});
+    count = std::min(count, sequence->before_snapshot());
     if (sequence->moves() && sequence->unread() > 1 && count > 0) add_row(*sequence, count, batch);
   }
   return batch;
@@ -109,23 +127,30 @@ void Scheduler::commit(std::span<const Drawn> drawn, std::vector<Emission>& out)
   oldest_ = (oldest_ + 1) % kStepsOut;
   --out_;
   size_t output = 0;
+  auto kept = batch.keeps.begin();
   for (const Row& row : batch.rows) {
     Sequence& sequence = *sequences_.at(row.id);
     --sequence.rows_out;
+    const bool ended = sequence.finish.has_value();
     Emission emission{.id = row.id, .started = true, .started_at = sequence.started_at};
     for (; output < drawn.size() && batch.outputs[output].id == row.id; ++output) {
       const Output& asked = batch.outputs[output];
       if (asked.target < 0) --sequence.pending;
       if (!sequence.finish) take(sequence, asked, drawn[output], emission);
     }
+    if (kept != batch.keeps.end() && kept->id == row.id) {
+      keep(sequence, *kept++, !ended && sequence.finish != Finish::Error, emission);
+    }
     if (sequence.told) continue;  // the row was in vain
     // What was cancelled during the step says nothing but its end.
     emission.finish = sequence.finish;
-    if (!emission.token && emission.prompt.empty() && !emission.finish) continue;
+    if (!emission.token && emission.prompt.empty() && !emission.snapshot && !emission.finish) {
+      continue;
+    }
     sequence.told = emission.finish.has_value();
     out.push_back(std::move(emission));
   }
-  WEIR_CHECK(output == drawn.size());
+  WEIR_CHECK(output == drawn.size() && kept == batch.keeps.end());
   retire(out);
 }
 
@@ -185,9 +210,11 @@ void Scheduler::clear(StepBatch& batch) {
   for (Output& output : batch.outputs) {
     if (output.edits.capacity() > 0) spare_edits_.push_back(std::move(output.edits));
   }
+  batch.starts.clear();
   batch.rows.clear();
   batch.tokens.clear();
   batch.outputs.clear();
+  batch.keeps.clear();
 }
 
 void Scheduler::add_row(Sequence& sequence, int32_t count, StepBatch& batch) {
@@ -207,6 +234,31 @@ void Scheduler::add_row(Sequence& sequence, int32_t count, StepBatch& batch) {
   if (count == sequence.unread()) add_draw(sequence, row.begin + count - 1, batch);
   sequence.read = end;
   ++sequence.rows_out;
+  add_copies(sequence, batch);
+}
+
+// What the sequence's row, just added, starts from, and what it leaves.
+void Scheduler::add_copies(Sequence& sequence, StepBatch& batch) {
+  if (sequence.starts_from) {
+    batch.starts.push_back({.id = sequence.id, .to = sequence.slot, .from = *sequence.starts_from,
+                            .position = batch.rows.back().first});
+    // Whoever writes the frozen slot next does so in a later step.
+    snapshots_.end_reading(*sequence.starts_from);
+    sequence.starts_from.reset();
+  }
+  if (sequence.before_snapshot() == 0) {
+    batch.keeps.push_back({.id = sequence.id, .to = sequence.promised.back(),
+                           .from = sequence.slot, .position = sequence.read});
+    sequence.promised.pop_back();
+  }
+}
+
+// A state is said to be kept only once the step that made it has been read and was right.
+void Scheduler::keep(const Sequence& sequence, const SlotCopy& copy, bool valid,
+                     Emission& emission) {
+  if (!valid) return snapshots_.give_back(copy.to);
+  const std::span<const Token> read(sequence.tokens.data(), size_t(copy.position));
+  emission.snapshot = {.id = snapshots_.keep(copy.to, read), .position = copy.position};
 }
 
 // The row's tokens of the prompt each score the one after.
@@ -268,6 +320,8 @@ void Scheduler::take(Sequence& sequence, const Output& asked, const Drawn& answe
 }
 
 void Scheduler::release(Sequence& sequence) {
+  for (const Slot promised : sequence.promised) snapshots_.give_back(promised);
+  if (sequence.starts_from) snapshots_.end_reading(*sequence.starts_from);
   if (sequence.slot < 0) return;  // it never left the queue
   free_slots_.push_back(sequence.slot);
   free_pages_.insert(free_pages_.end(), sequence.pages.begin(), sequence.pages.end());
@@ -298,6 +352,20 @@ void Scheduler::check_invariants() const {
     return sequence->request.priority;
   }));
   WEIR_CHECK(sequences_.size() == waiting_.size() + running_.size());
+  check_snapshots();
+}
+
+void Scheduler::check_snapshots() const {
+  std::vector<int32_t> owners(size_t(limits_.snapshots), 0);
+  const auto count = [&](Slot slot) { ++owners.at(size_t(slot - limits_.slots)); };
+  for (const Slot slot : snapshots_.at_rest()) count(slot);
+  for (const auto& [id, sequence] : sequences_) {
+    for (const Slot slot : sequence->promised) count(slot);
+  }
+  for (size_t i = 0; i < out_; ++i) {
+    for (const SlotCopy& copy : batches_[(oldest_ + i) % kStepsOut].keeps) count(copy.to);
+  }
+  for (const int32_t owned : owners) WEIR_CHECK(owned == 1);
 }
 
 }  // namespace weir

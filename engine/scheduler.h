@@ -9,6 +9,7 @@
 
 #include "engine/limits.h"
 #include "engine/request.h"
+#include "engine/snapshots.h"
 
 namespace weir {
 
@@ -37,10 +38,19 @@ struct Output {
 // A token that nobody on the host knows yet: what the step before draws for this output of its.
 constexpr Token drawn_for(size_t output) { return ~Token(output); }
 
+// A sequence's state to be copied, to where it starts or to where it is kept.
+struct SlotCopy {
+  SequenceId id = 0;
+  Slot to = 0, from = 0;
+  int32_t position = 0;           // how many tokens the state has read
+};
+
 struct StepBatch {
+  std::vector<SlotCopy> starts;   // to be copied before the step is computed
   std::vector<Row> rows;          // decode rows first, then prompt chunks
   std::vector<Token> tokens;      // the rows' tokens, end to end; below 0: drawn_for() an output
   std::vector<Output> outputs;    // in the order of tokens
+  std::vector<SlotCopy> keeps;    // to be copied after it; in the order of rows, one a row at most
   bool empty() const { return rows.empty(); }
 };
 
@@ -58,7 +68,7 @@ struct Drawn {
 // runs ever waits for memory and nothing is preempted. A row with one unread token decodes, a row
 // with more is a chunk of prompt: there are no modes. Every running sequence that decodes moves in
 // every step; prompts share what is left of step_tokens, at most chunk_tokens each, in order of
-// admission.
+// admission. No chunk crosses a position whose state is to be kept.
 //
 // A step may be handed out before the one before it is committed, so that a device need not wait
 // for its host. A row that decodes then reads a token that is not known yet. Should its sequence
@@ -74,6 +84,8 @@ class Scheduler {
 
   // QueueFull: slots + queued sequences are here already.
   Admission submit(SequenceId id, Request request);  // ids are never used twice
+  // Its owner no longer wants it. Sequences that start from it still do.
+  void drop(SnapshotId id) { snapshots_.drop(id); }
   void cancel(SequenceId id);                        // unknown ids are late cancels, and fine
 
   // The next step; empty when there is nothing to compute (cancelled and expired sequences are
@@ -88,6 +100,7 @@ class Scheduler {
   int32_t running() const { return int32_t(running_.size()); }  // that hold a slot
   int32_t free_slots() const { return int32_t(free_slots_.size()); }
   int32_t free_pages() const { return int32_t(free_pages_.size()); }
+  const Snapshots& snapshots() const { return snapshots_; }
   void check_invariants() const;
 
  private:
@@ -99,9 +112,12 @@ class Scheduler {
   void add_row(Sequence& sequence, int32_t count, StepBatch& batch);
   void add_scores(const Sequence& sequence, const Row& row, StepBatch& batch);
   void add_draw(Sequence& sequence, int32_t token, StepBatch& batch);
+  void add_copies(Sequence& sequence, StepBatch& batch);
+  void keep(const Sequence& sequence, const SlotCopy& copy, bool valid, Emission& emission);
   void take(Sequence& sequence, const Output& asked, const Drawn& answer, Emission& emission);
   void retire(std::vector<Emission>& out);
   void release(Sequence& sequence);
+  void check_snapshots() const;
 
   const Limits limits_;
   std::unordered_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
@@ -110,6 +126,7 @@ class Scheduler {
   int32_t told_ = 0;                 // of them
   std::vector<Slot> free_slots_;
   std::vector<int32_t> free_pages_;
+  Snapshots snapshots_;
   std::array<StepBatch, kStepsOut> batches_;  // in turn
   size_t oldest_ = 0, out_ = 0;      // the oldest that is out, and how many are
   std::vector<std::vector<LogitEdit>> spare_edits_;  // of earlier outputs, for their memory

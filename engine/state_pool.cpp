@@ -6,16 +6,17 @@ namespace weir {
 
 StatePool::StatePool(const ModelSpec& spec, const Limits& limits, Backend& backend)
     : backend_(backend) {
+  const int64_t slots = int64_t(limits.slots) + limits.snapshots;
   for (const LayerSpec& layer : spec.layers) {
     const StateSize size = state_size(layer, spec.dim);
     const auto floats = int64_t(size.slot() / sizeof(float));
-    layer_slots_.push_back({.begin = slot_floats_ * limits.slots, .floats = floats});
+    layer_slots_.push_back({.begin = slot_floats_ * slots, .floats = floats});
     page_offset_.push_back(page_floats_);
     slot_floats_ += floats;
     page_floats_ += int64_t(size.kv_per_token / sizeof(float)) * limits.page_tokens;
   }
   if (slot_floats_ > 0) {
-    slots_ = static_cast<float*>(backend.allocate(size_t(limits.slots) * slot_bytes()));
+    slots_ = static_cast<float*>(backend.allocate(size_t(slots) * slot_bytes()));
   }
   if (page_floats_ > 0) {
     const size_t bytes = size_t(limits.pages) * size_t(page_floats_) * sizeof(float);
@@ -29,6 +30,15 @@ SlotState StatePool::layer_state(int32_t layer) const {
 }
 
 float* StatePool::layer_pages(int32_t layer) const { return pages_ + page_offset_[size_t(layer)]; }
+
+void StatePool::copy_slot(Slot to, Slot from) const {
+  for (const LayerSlots& part : layer_slots_) {
+    if (part.floats == 0) continue;
+    float* const slot_0 = slots_ + part.begin;
+    backend_.copy(slot_0 + to * part.floats, slot_0 + from * part.floats,
+                  size_t(part.floats) * sizeof(float));
+  }
+}
 
 void StatePool::download_slot(Slot slot, float* host) const {
   for (const LayerSlots& part : layer_slots_) {

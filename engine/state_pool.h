@@ -10,8 +10,8 @@ namespace weir {
 // Where a slot's and a page's bytes are. Layer-major: a layer's parts of all slots lie end to end,
 // because a step reads and writes them together, and memory is faster when they are near (an H200
 // moves 3 to 4 % more than with all layers of a slot side by side). A whole slot is copied layer by
-// layer. Pages hold all layers' keys and values of page_tokens positions. Memory belongs to the
-// backend.
+// layer. Behind the sequences' slots lie those of snapshots. Pages hold all layers' keys and values
+// of page_tokens positions. Memory belongs to the backend.
 class StatePool {
  public:
   StatePool(const ModelSpec& spec, const Limits& limits, Backend& backend);
@@ -23,6 +23,8 @@ class StatePool {
   int64_t page_floats() const { return page_floats_; }
   size_t slot_bytes() const { return size_t(slot_floats_) * sizeof(float); }
 
+  // Asked of the backend, in order with the steps before and after.
+  void copy_slot(Slot to, Slot from) const;
   // slot_bytes(): the layers' parts in order.
   void download_slot(Slot slot, float* host) const;
   void upload_slot(Slot slot, const float* host) const;

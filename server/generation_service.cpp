@@ -57,6 +57,10 @@ Status status_of(Admission admission) {
       return status_of(Refusal{.field = "stop", .problem = "the lengths are not served"});
     case Admission::BadSampling:
       return status_of(Refusal{.field = "sampling", .problem = "a number is out of its range"});
+    case Admission::BadSnapshot:
+    case Admission::NoSnapshotFree:
+    case Admission::UnknownSnapshot:
+    case Admission::SnapshotOfPages: break;  // no call asks for one
     case Admission::Accepted: break;
   }
   WEIR_UNREACHABLE("an accepted request has no such status");

@@ -105,6 +105,7 @@ void Metrics::add_state(const Capacity& capacity) {
   slots.Add({{"kind", "total"}}).Set(capacity.limits.slots);
   slots_used_ = &slots.Add({{"kind", "used"}});
   slots_free_ = &slots.Add({{"kind", "free"}}, double(capacity.limits.slots));
+  slots_snapshot_ = &slots.Add({{"kind", "snapshot"}});
   auto& pages = gauges(*registry_, "weir_kv_pages", "Pages of keys and values.");
   pages.Add({{"kind", "total"}}).Set(capacity.limits.pages);
   pages_used_ = &pages.Add({{"kind", "used"}});
@@ -117,6 +118,7 @@ void Metrics::add_state(const Capacity& capacity) {
   auto& events = counters(*registry_, "weir_state_events_total", "What happened to slots.");
   allocated_ = &events.Add({{"event", "allocate"}});
   zeroed_ = &events.Add({{"event", "zero"}});
+  copied_ = &events.Add({{"event", "copy"}});
 }
 
 void Metrics::add_steps() {
@@ -181,10 +183,9 @@ void Metrics::on_step(const StepReport& report) {
   step_tokens_[kind]->Observe(report.decode_tokens + report.prompt_tokens);
   step_bytes_->Increment(double(report.bytes));
   step_floor_->Increment(double(report.bytes) / bandwidth_);
-  if (report.admitted > 0) {
-    allocated_->Increment(report.admitted);
-    zeroed_->Increment(report.admitted);  // a sequence's first row starts from zero
-  }
+  allocated_->Increment(report.admitted);
+  zeroed_->Increment(report.zeroed);
+  copied_->Increment(report.restored + report.kept);
 }
 
 void Metrics::on_occupancy(const Occupancy& occupancy) {
@@ -194,6 +195,7 @@ void Metrics::on_occupancy(const Occupancy& occupancy) {
   waiting_->Set(occupancy.waiting);
   slots_used_->Set(used);
   slots_free_->Set(occupancy.free_slots);
+  slots_snapshot_->Set(occupancy.snapshots - occupancy.free_snapshots);
   pages_used_->Set(pages);
   pages_free_->Set(occupancy.free_pages);
   recurrent_bytes_->Set(used * double(state_.recurrent));

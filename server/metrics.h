@@ -67,11 +67,12 @@ class Metrics final : public Observer {
   prometheus::Gauge *running_ = nullptr, *waiting_ = nullptr;
   prometheus::Counter *prompt_tokens_ = nullptr, *reused_tokens_ = nullptr,
                       *generated_tokens_ = nullptr;
-  prometheus::Gauge *slots_used_ = nullptr, *slots_free_ = nullptr;
+  prometheus::Gauge *slots_used_ = nullptr, *slots_free_ = nullptr,
+                    *slots_snapshot_ = nullptr;
   prometheus::Gauge *pages_used_ = nullptr, *pages_free_ = nullptr;
   prometheus::Gauge *recurrent_bytes_ = nullptr, *conv_bytes_ = nullptr, *window_bytes_ = nullptr,
                     *kv_bytes_ = nullptr;
-  prometheus::Counter *allocated_ = nullptr, *zeroed_ = nullptr;
+  prometheus::Counter *allocated_ = nullptr, *zeroed_ = nullptr, *copied_ = nullptr;
   // By kind of step: decode, prefill, mixed.
   std::array<prometheus::Histogram*, kSteps> step_seconds_{}, step_rows_{}, step_tokens_{};
   prometheus::Counter *step_bytes_ = nullptr, *step_floor_ = nullptr;

@@ -63,17 +63,19 @@ TEST_F(MetricsTest, EverySeriesIsThereFromTheStart) {
 
 TEST_F(MetricsTest, OccupancyIsTheGauges) {
   metrics_->on_occupancy({.waiting = 5, .running = 3, .slots = 4, .free_slots = 1, .pages = 10,
-                          .free_pages = 4});
+                          .free_pages = 4, .snapshots = 3, .free_snapshots = 1});
   EXPECT_EQ(value("weir_requests_waiting"), "5");
   EXPECT_EQ(value("weir_requests_running"), "3");
   EXPECT_EQ(value("weir_state_slots{kind=\"used\"}"), "3");
+  EXPECT_EQ(value("weir_state_slots{kind=\"snapshot\"}"), "2");
   EXPECT_EQ(value("weir_state_bytes{kind=\"recurrent\"}"), "300");
   EXPECT_EQ(value("weir_state_bytes{kind=\"kv\"}"), "42");
 }
 
 TEST_F(MetricsTest, StepsByKind) {
   metrics_->on_step({.seconds = 0.5, .decode_rows = 2, .decode_tokens = 2, .bytes = 3000});
-  metrics_->on_step({.seconds = 0.5, .prompt_rows = 1, .prompt_tokens = 70, .admitted = 1});
+  metrics_->on_step({.seconds = 0.5, .prompt_rows = 1, .prompt_tokens = 70, .admitted = 1,
+                     .zeroed = 1, .restored = 1, .kept = 2});
   metrics_->on_step(
       {.seconds = 0.5, .decode_rows = 2, .prompt_rows = 1, .decode_tokens = 2, .prompt_tokens = 9});
   for (const char* kind : {"decode", "prefill", "mixed"}) {
@@ -83,6 +85,8 @@ TEST_F(MetricsTest, StepsByKind) {
   EXPECT_EQ(value("weir_step_bytes_total"), "3000");
   EXPECT_EQ(value("weir_step_floor_seconds_total"), "3");
   EXPECT_EQ(value("weir_state_events_total{event=\"allocate\"}"), "1");
+  EXPECT_EQ(value("weir_state_events_total{event=\"zero\"}"), "1");
+  EXPECT_EQ(value("weir_state_events_total{event=\"copy\"}"), "3");
 }
 
 TEST_F(MetricsTest, Requests) {

@@ -137,6 +137,10 @@ class RecordingObserver final : public Observer {
       return !seen_.empty() && seen_.back().waiting == waiting && seen_.back().running == running;
     });
   }
+  void wait_for_free_snapshots(int32_t count) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return !seen_.empty() && seen_.back().free_snapshots == count; });
+  }
 
  private:
   mutable std::mutex mutex_;

@@ -25,7 +25,7 @@ class HashModel final : public StepRunner {
   explicit HashModel(const Limits& limits, size_t steps_out = 1)
       : limits_(limits),
         steps_out_(steps_out),
-        slots_(size_t(limits.slots)),
+        slots_(size_t(limits.slots) + size_t(limits.snapshots)),
         cells_(size_t(limits.pages) * size_t(limits.page_tokens)) {}
 
   size_t steps_out() const override { return steps_out_; }
@@ -36,6 +36,10 @@ class HashModel final : public StepRunner {
     std::set<Slot> slots;
     std::set<int32_t> pages;
     size_t begin = 0;
+    for (const SlotCopy& start : batch.starts) {
+      WEIR_CHECK(start.from >= limits_.slots);
+      copy(start);
+    }
     for (const Row& row : batch.rows) {
       WEIR_CHECK(row.count >= 1 && size_t(row.begin) == begin);
       WEIR_CHECK(slots.insert(row.slot).second);
@@ -45,6 +49,10 @@ class HashModel final : public StepRunner {
     }
     WEIR_CHECK(begin == batch.tokens.size());
     WEIR_CHECK(drawn_.size() == batch.outputs.size());
+    for (const SlotCopy& keep : batch.keeps) {
+      WEIR_CHECK(slots.contains(keep.from) && keep.to >= limits_.slots);
+      copy(keep);
+    }
     bytes_ = 1000 + begin;
     last_drawn_ = drawn_;
     answers_.push_back(drawn_);
@@ -88,6 +96,11 @@ class HashModel final : public StepRunner {
   static Drawn answer(uint64_t seen, const Output& output, int32_t vocab);
   static std::vector<LogitEdit> edits_of(const Request& request, std::span<const Token> tokens,
                                          int32_t vocab);
+
+  void copy(const SlotCopy& copy) {
+    WEIR_CHECK(slots_.at(size_t(copy.from)).length == copy.position);
+    slots_.at(size_t(copy.to)) = slots_[size_t(copy.from)];
+  }
 
   void read(const Row& row, const StepBatch& batch) {
     WEIR_CHECK(row.slot >= 0 && row.slot < limits_.slots);

@@ -25,10 +25,12 @@ bool saw_everything(const weir::DayCounts& counts) {
   using enum weir::Admission;
   bool all = counts.ended_in_queue > 0 && counts.cancelled_mid_step > 0 &&
              counts.waited_for_pages > 0 && counts.prompt_scores > 0 && counts.ahead > 0 &&
-             counts.rows_in_vain > 0;
+             counts.rows_in_vain > 0 && counts.kept > 0 && counts.kept_in_vain > 0 &&
+             counts.started_from > 0 && counts.dropped_before_start > 0;
   for (const int64_t count : counts.finishes) all = all && count > 0;
   for (const auto admission : {Accepted, QueueFull, EmptyPrompt, PromptTooLong, BadToken, BadLength,
-                               TooManyPages, BadSampling}) {
+                               TooManyPages, BadSampling, BadSnapshot, NoSnapshotFree,
+                               UnknownSnapshot, SnapshotOfPages}) {
     all = all && counts.admissions[size_t(admission)] > 0;
   }
   return all;
@@ -52,6 +54,8 @@ int main(int argc, char** argv) {
               static_cast<long long>(counts.tokens), static_cast<long long>(counts.prompt_scores));
   std::printf("%lld steps ahead of the last one's answers, %lld rows in vain\n",
               static_cast<long long>(counts.ahead), static_cast<long long>(counts.rows_in_vain));
+  std::printf("%lld snapshots, %lld sequences started from one\n",
+              static_cast<long long>(counts.kept), static_cast<long long>(counts.started_from));
   std::printf("ends: stop %lld, length %lld, cancelled %lld, deadline %lld, error %lld\n",
               static_cast<long long>(stop), static_cast<long long>(length),
               static_cast<long long>(cancelled), static_cast<long long>(deadline),

@@ -8,20 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "tests/sim/day_client.h"
 #include "tests/sim/hash_model.h"
 #include "tests/sim/random_request.h"
 
 namespace weir {
-
-// What days contained, so that a run can show that it was not empty.
-struct DayCounts {
-  int64_t steps = 0, tokens = 0, prompt_scores = 0;
-  int64_t finishes[5] = {};    // by Finish
-  int64_t admissions[8] = {};  // by Admission
-  int64_t ended_in_queue = 0, cancelled_mid_step = 0, waited_for_pages = 0;
-  int64_t ahead = 0;           // steps handed out before the one before was committed
-  int64_t rows_in_vain = 0;    // rows of sequences that turned out to have ended
-};
 
 // A server's day under random limits, arrivals, cancels and deadlines, from one seed. Beside the
 // scheduler runs its policy as a reader would write it down, on lists of clients: what it hands
@@ -32,7 +23,7 @@ class SimulatedDay {
   SimulatedDay(uint64_t seed, DayCounts& counts)
       : counts_(counts), chance_(seed), limits_(random_limits()), scheduler_(limits_),
         model_(limits_, Scheduler::kStepsOut), free_slots_(limits_.slots),
-        free_pages_(limits_.pages) {}
+        free_pages_(limits_.pages), snapshots_{.free = limits_.snapshots} {}
 
   void run() {
     constexpr SequenceId kArrivals = 60;
@@ -41,6 +32,7 @@ class SimulatedDay {
       WEIR_CHECK(step < kStepsMax);  // everything ends
       if (next_id_ < kArrivals) arrive();
       maybe_cancel();
+      if (chance_.percent(20)) drop(chance_.pick(0, 9));
       now_ += chance_.pick(0, 3);
       if (!out_.empty()) ++counts_.ahead;
       hand_out();
@@ -50,30 +42,15 @@ class SimulatedDay {
       while (out_.size() > most_out) commit();
     }
     WEIR_CHECK(scheduler_.idle());
+    while (!snapshots_.kept.empty()) drop(0);
+    WEIR_CHECK(snapshots_.free == limits_.snapshots && snapshots_.readers.empty());
+    check_free_snapshots();
     WEIR_CHECK(free_slots_ == limits_.slots && free_pages_ == limits_.pages);
   }
 
  private:
-  // What the scheduler has handed out and the model computed: rows, by their tokens.
-  using Step = std::vector<std::pair<SequenceId, int32_t>>;
-  struct Client {
-    Request request;
-    HashModel::Answer expected;
-    int32_t pages = 0;                     // that it needs
-    Nanoseconds started_at = kNever;
-    std::optional<Finish> cut;             // cancelled or late, whichever came first
-    int32_t read = 0;                      // tokens that the model has read
-    int32_t answered = 0;                  // of them, in steps that are committed
-    int32_t rows_out = 0;                  // in steps that are not
-    std::optional<Slot> slot;
-    std::vector<int32_t> page_list;
-    size_t scores = 0, tokens = 0;         // got so far
-
-    int32_t prompt() const { return int32_t(request.prompt.size()); }
-    int32_t asked() const { return std::max(0, read - prompt() + 1); }  // draws
-    int32_t unread() const { return prompt() + asked() - read; }
-    bool moves() const { return !cut && asked() < request.new_tokens; }
-  };
+  using Client = DayClient;
+  using Step = std::vector<Moved>;
 
   void hand_out() {
     const StepBatch& batch = scheduler_.next(now_);
@@ -83,13 +60,16 @@ class SimulatedDay {
     scheduler_.check_invariants();
     if (!batch.empty()) model_.begin(batch);
     out_.emplace_back();
-    for (const Row& row : batch.rows) out_.back().push_back({row.id, row.count});
+    for (const Row& row : batch.rows) out_.back().push_back({row.id, row.count, 0});
+    check_copies(batch);
   }
 
   void commit() {
     const Step step = std::move(out_.front());
     out_.pop_front();
-    for (const auto& [id, count] : step) {
+    keeping_.clear();
+    for (const auto& [id, count, kept] : step) {
+      if (kept > 0) keeping_[id] = kept;
       Client& client = open_.contains(id) ? open_.at(id) : leaving_.at(id);
       client.answered += count;
       --client.rows_out;
@@ -99,21 +79,28 @@ class SimulatedDay {
     scheduler_.commit(step.empty() ? std::span<const Drawn>() : model_.finish(), emissions_);
     ++counts_.steps;
     check_emissions();
-    std::erase_if(leaving_, [this](const auto& item) {
-      if (item.second.rows_out > 0) return false;
+    for (auto item = leaving_.begin(); item != leaving_.end();) {
+      Client& left = item->second;
+      if (left.rows_out > 0) {
+        ++item;
+        continue;
+      }
+      snapshots_.release(left.snapshots);
       ++free_slots_;
-      free_pages_ += item.second.pages;
-      return true;
-    });
+      free_pages_ += left.pages;
+      item = leaving_.erase(item);
+    }
     scheduler_.check_invariants();
     check_occupancy();
+    check_free_snapshots();
   }
 
   Limits random_limits() {
     Limits limits;
     limits.slots = chance_.pick(1, 8);
+    limits.snapshots = chance_.percent(60) ? chance_.pick(1, 6) : 0;
     limits.page_tokens = chance_.pick(1, 16);
-    limits.pages = chance_.percent(50) ? chance_.pick(1, 60) : 0;
+    limits.pages = chance_.percent(limits.snapshots > 0 ? 10 : 60) ? chance_.pick(1, 60) : 0;
     limits.step_tokens = limits.slots + (chance_.percent(30) ? 0 : chance_.pick(0, 40));
     limits.chunk_tokens = chance_.pick(1, limits.step_tokens);
     limits.queued = chance_.pick(0, 10);
@@ -152,8 +139,9 @@ class SimulatedDay {
     while (chance_.percent(arrival_percent_)) {
       Request request = random_request(chance_, limits_);
       if (chance_.percent(deadline_percent_)) request.deadline = now_ + chance_.pick(0, 80);
-      Admission expected = Admission::Accepted;
-      if (int64_t(open_.size()) >= limits_.slots + limits_.queued) expected = Admission::QueueFull;
+      Admission expected = snapshots_.ask(chance_, limits_, request);
+      const bool full = int64_t(open_.size()) >= limits_.slots + limits_.queued;
+      if (expected == Admission::Accepted && full) expected = Admission::QueueFull;
       if (pages_needed(request) > limits_.pages) expected = Admission::TooManyPages;
       else if (chance_.percent(5)) expected = spoil(request);
       const SequenceId id = next_id_++;
@@ -167,6 +155,8 @@ class SimulatedDay {
         Client& client = open_[id];
         client.expected = HashModel::alone(request, limits_);
         client.pages = pages_needed(request);
+        client.read = client.answered = snapshots_.take(request, client.snapshots);
+        counts_.started_from += client.read > 0;
         client.request = std::move(request);
       }
       if (chance_.percent(50)) return;
@@ -227,7 +217,8 @@ class SimulatedDay {
       for (const SequenceId id : running_) {
         Client& client = open_.at(id);
         if (!client.moves() || (client.unread() == 1) != decodes) continue;
-        const int32_t count = std::min({client.unread(), limits_.chunk_tokens, room});
+        int32_t count = std::min({client.unread(), limits_.chunk_tokens, room});
+        count = std::min(count, client.snapshots.next() - client.read);
         if (count == 0) continue;
         room -= count;
         WEIR_CHECK(row < batch.rows.size());
@@ -239,6 +230,29 @@ class SimulatedDay {
       open_.at(moved.id).read += moved.count;
       ++open_.at(moved.id).rows_out;
     }
+  }
+
+  // Each sequence's first row starts from its snapshot, and rows that end at a position are kept.
+  void check_copies(const StepBatch& batch) {
+    size_t starts = 0, keeps = 0;
+    for (size_t i = 0; i < batch.rows.size(); ++i) {
+      const Row& row = batch.rows[i];
+      Client& client = open_.at(row.id);
+      if (client.snapshots.reads_from != kNoSnapshot) {
+        WEIR_CHECK(starts < batch.starts.size());
+        const SlotCopy& start = batch.starts[starts++];
+        WEIR_CHECK(start.id == row.id && start.to == row.slot && start.position == row.first);
+        snapshots_.stop_reading(client.snapshots);
+      }
+      if (client.snapshots.next() != client.read) continue;
+      WEIR_CHECK(keeps < batch.keeps.size());
+      const SlotCopy& keep = batch.keeps[keeps++];
+      WEIR_CHECK(keep.id == row.id && keep.from == row.slot && keep.position == client.read);
+      out_.back()[i].kept = client.read;
+      client.snapshots.keeps.pop_back();
+    }
+    WEIR_CHECK(starts == batch.starts.size() && keeps == batch.keeps.size());
+    check_free_snapshots();
   }
 
   void check_row(const Row& row, SequenceId id, Client& client, int32_t count) {
@@ -270,6 +284,9 @@ class SimulatedDay {
       check_emission(emission, open_.at(emission.id));
       if (emission.finish) close(emission.id);
     }
+    counts_.kept_in_vain += int64_t(keeping_.size());
+    snapshots_.free += int32_t(keeping_.size());  // those that nobody was told of
+    for (const auto& [id, position] : keeping_) WEIR_CHECK(!open_.contains(id));
     for (const auto& [id, client] : open_) {
       WEIR_CHECK(!client.cut);  // an end waits for no one
       // What the steps have read, they have answered.
@@ -281,7 +298,8 @@ class SimulatedDay {
 
   void check_emission(const Emission& emission, Client& client) {
     const HashModel::Answer& expected = client.expected;
-    WEIR_CHECK(emission.token || !emission.prompt.empty() || emission.finish);
+    WEIR_CHECK(emission.token || !emission.prompt.empty() || emission.snapshot || emission.finish);
+    check_snapshot(emission, client);
     WEIR_CHECK(emission.started == (client.started_at != kNever));
     WEIR_CHECK(emission.started_at == client.started_at);
     for (const Emission::PromptScore& score : emission.prompt) {
@@ -313,6 +331,31 @@ class SimulatedDay {
     }
   }
 
+  void check_free_snapshots() const {
+    WEIR_CHECK(scheduler_.snapshots().ledger().free == snapshots_.free);
+  }
+
+  // The i-th or so of those that are kept.
+  void drop(int32_t i) {
+    if (snapshots_.kept.empty()) return;
+    const auto place = i % int32_t(snapshots_.kept.size());
+    const SnapshotId id = std::next(snapshots_.kept.begin(), place)->first;
+    scheduler_.drop(id);
+    scheduler_.drop(id);  // once more means nothing
+    counts_.dropped_before_start += snapshots_.drop(id);
+  }
+
+  void check_snapshot(const Emission& emission, const Client& client) {
+    const auto kept = keeping_.find(emission.id);
+    const bool valid = !client.cut && emission.finish != Finish::Error;
+    WEIR_CHECK(emission.snapshot.has_value() == (kept != keeping_.end() && valid));
+    if (!emission.snapshot) return;
+    WEIR_CHECK(emission.snapshot->position == kept->second);
+    snapshots_.keep(emission.snapshot->id, client.request.prompt, kept->second);
+    keeping_.erase(kept);
+    ++counts_.kept;
+  }
+
   static bool equal(const std::vector<TokenScore>& a, const std::vector<TokenScore>& b) {
     return std::ranges::equal(a, b, [](const TokenScore& x, const TokenScore& y) {
       return x.token == y.token && x.logprob == y.logprob;
@@ -326,6 +369,7 @@ class SimulatedDay {
       leaving_[id] = std::move(client);  // until its rows that are out are committed
     } else {
       WEIR_CHECK(std::erase(waiting_, id) == 1);
+      snapshots_.release(client.snapshots);
       ++counts_.ended_in_queue;
     }
     open_.erase(id);
@@ -343,6 +387,8 @@ class SimulatedDay {
   std::deque<Step> out_;
   std::vector<SequenceId> waiting_, running_;  // the policy's own lists
   int32_t free_slots_ = 0, free_pages_ = 0;
+  DaySnapshots snapshots_;
+  std::map<SequenceId, int32_t> keeping_;      // copies of the step being committed
   std::vector<Emission> emissions_;
 };
 

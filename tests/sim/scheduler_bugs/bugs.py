@@ -1,6 +1,7 @@
 """Bugs to put into the scheduler, each a name and (file, what stands there, what to write)."""
 
 SCHEDULER, EDITS = "engine/scheduler.cpp", "engine/logit_edits.cpp"
+SNAPSHOTS = "engine/snapshots.cpp"
 
 BUGS = {
     "slot given back twice": (
@@ -256,4 +257,48 @@ BUGS = {
         SCHEDULER,
         "if (int64_t(sequences_.size()) - told_ >= live_max)",
         "if (int64_t(sequences_.size()) >= live_max)"),
+    "chunk crosses a position to be kept": (
+        SCHEDULER,
+        "    count = std::min(count, sequence->before_snapshot());\n",
+        ""),
+    "state of an ended sequence kept": (
+        SCHEDULER,
+        "!ended && sequence.finish != Finish::Error, emission);",
+        "sequence.finish != Finish::Error, emission);"),
+    "broken state kept": (
+        SCHEDULER,
+        "!ended && sequence.finish != Finish::Error, emission);",
+        "!ended, emission);"),
+    "promised slots of an ended sequence lost": (
+        SCHEDULER,
+        "  for (const Slot promised : sequence.promised) snapshots_.give_back(promised);\n",
+        ""),
+    "sequence told to start from a state starts from nothing": (
+        SCHEDULER,
+        "  if (sequence.starts_from) {\n    batch.starts.push_back(",
+        "  if (sequence.starts_from) {\n    StepBatch nowhere;\n    nowhere.starts.push_back("),
+    "reader that never started counted for ever": (
+        SCHEDULER,
+        "  if (sequence.starts_from) snapshots_.end_reading(*sequence.starts_from);\n",
+        ""),
+    "tokens of a snapshot read again": (
+        SCHEDULER,
+        "    sequence->read = int32_t(snapshots_.ledger().kept.at(request.start_from).size());\n",
+        ""),
+    "frozen slot freed under its readers": (
+        SNAPSHOTS,
+        "if (frozen.owned || frozen.readers > 0) return;",
+        "if (frozen.owned) return;"),
+    "dropped snapshot stays": (
+        SNAPSHOTS,
+        "  frozen_.at(slot).owned = false;\n",
+        ""),
+    "snapshot of other tokens accepted": (
+        SNAPSHOTS,
+        "std::equal(read.begin(), read.end(), request.prompt.begin());",
+        "true;"),
+    "more promised than there are": (
+        SNAPSHOTS,
+        "int64_t(request.snapshots.size()) > free ?",
+        "int64_t(request.snapshots.size()) > free + 1 ?"),
 }

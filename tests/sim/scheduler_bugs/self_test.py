@@ -14,7 +14,7 @@ from bugs import BUGS
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 FLAGS = ["-std=c++20", "-O1", "-I", ROOT]
 SOURCES = ["tests/sim/scheduler_sim_test.cpp", "engine/request.cpp", "engine/logit_edits.cpp",
-           "engine/scheduler.cpp", "kernels/check.cpp"]
+           "engine/scheduler.cpp", "engine/snapshots.cpp", "kernels/check.cpp"]
 # What they all include, compiled once: a third of the time of each copy.
 COMMON = ["algorithm", "deque", "memory", "optional", "span", "string", "unordered_map", "vector"]
 DAYS_MAX = 1000
