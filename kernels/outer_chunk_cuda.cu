@@ -31,9 +31,9 @@ bool served(const OuterStep& op, const Context& context) {
   return context.compute >= 90 && sizes && inputs && sum;
 }
 
-// How many values a block takes. Two heads of 64 that read the same keys and queries are taken
-// together; the fewer rows there are, the thinner the slices: a block for each multiprocessor.
-int slice_of(const OuterStep& op, const Context& context) {
+// How many values a block takes, at most. Two heads of 64 that read the same keys and queries are
+// taken together.
+int widest_slice(const OuterStep& op) {
   if (op.normalise) return op.value_dim;
   using Decay = OuterStep::Decay;
   const bool channels = op.decay == Decay::PerKey || op.decay == Decay::PerValue;
@@ -42,17 +42,119 @@ int slice_of(const OuterStep& op, const Context& context) {
   };
   const bool pairs = op.value_dim == 64 && !channels && op.value_heads == op.heads &&
                      shared_by_two(op.key_heads) && shared_by_two(op.query_heads);
-  const int rows = std::clamp(op.rows.tokens / (kOuterStepsMost + 1), 1, op.rows.count);
   int slice = 128;
-  const auto fits = [&] { return op.value_dim % slice == 0 || (pairs && slice == 128); };
-  const auto idle = [&] {
-    return int64_t(rows) * op.heads * op.value_dim / slice * 2 <= context.multiprocessors;
-  };
-  while (slice > 16 && (!fits() || idle())) slice /= 2;
+  while (op.value_dim % slice != 0 && !(pairs && slice == 128)) slice /= 2;
   return slice;
 }
 
+// How the op is shared out over the machine.
+struct Shares {
+  int slice;
+  Segments segments;
+};
+
+// Rows are cut where four or more segments of each find room at once and have 128 tokens or more:
+// keys and values are read twice then. Otherwise the fewer rows there are, the thinner the slices:
+// a block for each multiprocessor.
+Shares shares_of(const OuterStep& op, const Context& context) {
+  constexpr int kLeastTokens = 128, kLeastSegments = 4;
+  Shares shares{widest_slice(op), {}};
+  const auto blocks = [&](int64_t rows) { return rows * op.heads * op.value_dim / shares.slice; };
+  // Long rows: all, or few prompts among rows that decode.
+  const int64_t all = std::clamp(op.rows.tokens / (kOuterStepsMost + 1), 1, op.rows.count);
+  const bool mixed = op.rows.tokens / op.rows.count < kLeastTokens;
+  const int64_t prompts = mixed ? std::clamp(op.rows.tokens / 1024, 1, op.rows.count) : all;
+  const int64_t room = int64_t(op.key_dim > 128 ? 1 : 2) * context.multiprocessors;
+  const int64_t longest = op.rows.tokens - op.rows.count + 1;
+  const int64_t most = std::min(room / blocks(prompts), longest / kLeastTokens);
+  const int64_t tokens = most < kLeastSegments
+                             ? 0
+                             : (longest + most * kTokens - 1) / (most * kTokens) * kTokens;
+  if (tokens > 0) {
+    const int64_t ends = op.rows.tokens / tokens + op.rows.count;
+    const int64_t floats = ends * blocks(1) * end_floats(op.key_dim, shares.slice);
+    if (size_t(floats) * sizeof(float) <= 2 * context.half_bytes) {
+      shares.segments = {.tokens = int(tokens), .most = int((longest + tokens - 1) / tokens),
+                         .ends = static_cast<float*>(context.scratch)};
+      return shares;
+    }
+  }
+  const bool thin = !op.normalise;
+  while (thin && shares.slice > 16 && 2 * blocks(all) <= context.multiprocessors) {
+    shares.slice /= 2;
+  }
+  return shares;
+}
+
+// A thread has four neighbouring numbers of a block's part of a state; `pieces` of kPassThreads
+// threads have all. Floor: the ends read once and written once, from the L2 cache as a rule.
+constexpr int kPassThreads = 256;
+
+struct Numbers {
+  float4 end, decay;
+
+  __device__ void load(const OuterStep& op, const float* ends, int i, int slice) {
+    using Decay = OuterStep::Decay;
+    end = *reinterpret_cast<const float4*>(ends + i);
+    const float* const decays = ends + slice * op.key_dim + op.key_dim;
+    const int value = i / op.key_dim;
+    if (op.decay == Decay::PerKey) {
+      decay = *reinterpret_cast<const float4*>(decays + i % op.key_dim);
+    } else {
+      const float whole = op.decay == Decay::None ? 1.0f
+                                                  : decays[op.decay == Decay::PerValue
+                                                               ? value
+                                                               : value / op.value_dim];
+      decay = {whole, whole, whole, whole};
+    }
+  }
+};
+
+__global__ __launch_bounds__(kPassThreads) void pass_segments_kernel(
+    const __grid_constant__ OuterStep op, Segments segments, int slice, int pieces) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int row = blockIdx.y, begin = op.rows.begin[row], count = op.rows.begin[row + 1] - begin;
+  const Slot slot = op.rows.slot[row];
+  const int last = (count + segments.tokens - 1) / segments.tokens;
+  if (slot == kPadding || count <= kOuterStepsMost || last == 1) return;
+  const int block = int(blockIdx.x) / pieces, K = op.key_dim, states = slice * K;
+  const int i = 4 * (int(blockIdx.x) % pieces * kPassThreads + int(threadIdx.x));
+  if (i >= states + (op.normalise ? K : 0)) return;
+  float* const kept = i < states ? at(op.state, slot) + int64_t(block) * states + i
+                                 : at(op.sums, slot) + int64_t(block) * K + i - states;
+  const int64_t floats = end_floats(K, slice), blocks = gridDim.x / pieces;
+  float* ends = segments.ends +
+                (int64_t(begin / segments.tokens + row) * blocks + block) * floats;
+  float4 state = op.rows.first[row] == 0 ? float4{0, 0, 0, 0} : *reinterpret_cast<float4*>(kept);
+  constexpr int kTogether = 4;
+  for (int n = 0; n < last; n += kTogether, ends += kTogether * blocks * floats) {
+    Numbers numbers[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (n + j < last) numbers[j].load(op, ends + j * blocks * floats, i, slice);
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (n + j >= last) break;
+      *reinterpret_cast<float4*>(ends + j * blocks * floats + i) = state;
+      state = plus(times(state, numbers[j].decay), 1.0f, numbers[j].end);
+    }
+  }
+  *reinterpret_cast<float4*>(kept) = state;
+}
+
 }  // namespace
+
+void pass_segments(const OuterStep& op, Context& context, int slice, const Segments& segments) {
+  const int numbers = slice * op.key_dim + (op.normalise ? op.key_dim : 0);
+  const int pieces = (numbers / 4 + kPassThreads - 1) / kPassThreads;
+  const int blocks = op.heads * op.value_dim / slice;
+  launch(context,
+         {.grid = dim3(blocks * pieces, op.rows.count), .block = dim3(kPassThreads)},
+         pass_segments_kernel, op, segments, slice, pieces);
+}
+
 }  // namespace adding
 
 bool run_chunks(const OuterStep& op, Context& context) {
@@ -61,7 +163,8 @@ bool run_chunks(const OuterStep& op, Context& context) {
                      : op.decay == OuterStep::Decay::PerKey   ? adding::start_key
                      : op.decay == OuterStep::Decay::PerValue ? adding::start_value
                                                               : adding::start_head;
-  start(op, context, adding::slice_of(op, context));
+  const auto [slice, segments] = adding::shares_of(op, context);
+  start(op, context, slice, segments);
   return true;
 }
 

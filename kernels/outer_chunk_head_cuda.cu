@@ -2,8 +2,8 @@
 
 namespace weir::cuda::adding {
 
-void start_head(const OuterStep& op, Context& context, int slice) {
-  start<By::Head>(op, context, slice);
+void start_head(const OuterStep& op, Context& context, int slice, const Segments& segments) {
+  start<By::Head>(op, context, slice, segments);
 }
 
 }  // namespace weir::cuda::adding

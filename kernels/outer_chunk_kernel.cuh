@@ -3,6 +3,16 @@
 
 namespace weir::cuda::adding {
 
+// Where a block's part of a state lies, or what a segment makes of one.
+struct Memory {
+  float *state, *sums, *decay;
+};
+template <class L>
+__device__ inline Memory memory_of(float* end) {
+  float* const sums = end + L::kValues * L::K;
+  return {end, sums, sums + L::K};
+}
+
 // A warp's 16 values of the state, [value, key]. They are kept times `range`, a power of two that
 // lets none of them outgrow a half: without decay a state grows for as long as its row.
 template <class L>
@@ -23,32 +33,31 @@ struct Holder {
         sums(L::kSum && warp == L::kWarps) {}
 
   // Rows g and g + 8.
-  __device__ float* row(Slot slot, int half_row) const {
-    if (sums) return at(op.sums, slot) + int64_t(place.head) * K + p;
-    return at(op.state, slot) + int64_t(place.value + 16 * warp + g + 8 * half_row) * K + p;
+  __device__ float* row(const Memory& memory, int half_row) const {
+    return sums ? memory.sums + p : memory.state + (16 * warp + g + 8 * half_row) * K + p;
   }
   __device__ bool has(int half_row) const { return !sums || (g == 0 && half_row == 0); }
-  __device__ void load(Slot slot) {
+  __device__ void load(const Memory& memory) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float2 pair{0, 0};
-        if (!place.fresh && has(h)) pair = *reinterpret_cast<float2*>(row(slot, h) + 8 * n);
+        if (!place.fresh && has(h)) pair = *reinterpret_cast<float2*>(row(memory, h) + 8 * n);
         S[n][2 * h] = pair.x;
         S[n][2 * h + 1] = pair.y;
       }
     }
   }
-  __device__ void store(Slot slot) const {
+  __device__ void store(const Memory& memory) const {
     const float whole = 1 / range;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if (!has(h)) continue;
-        *reinterpret_cast<float2*>(row(slot, h) + 8 * n) = {whole * S[n][2 * h],
-                                                            whole * S[n][2 * h + 1]};
+        *reinterpret_cast<float2*>(row(memory, h) + 8 * n) = {whole * S[n][2 * h],
+                                                              whole * S[n][2 * h + 1]};
       }
     }
   }
@@ -228,6 +237,10 @@ struct Holder {
       uint32_t V[4];
       float O[2][4];
       values(m, V);
+      if constexpr (L::kGather) {
+        advance(m, V);
+        continue;
+      }
       answer(m, V, O);
       if constexpr (L::kSum) divide(m, O);
       if (!sums) write(first, m, V, O);
@@ -241,69 +254,110 @@ template <class L>
 __device__ inline void prepare_tile(const Preparer<L>& prepare, int first, Gates& gates) {
   const Place& place = prepare.place;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, next = first + kTokens;
+  const bool has_gates = L::kHead && warp < place.heads;
+  if constexpr (!L::kValue) prepare.narrow_values();
+  if constexpr (!L::kKey) prepare.narrow_keys();
+  if constexpr (L::kKey) prepare.decay_keys();
+  if constexpr (L::kValue) prepare.decay_values();
+  if (has_gates) prepare.keep_gates(gates, warp);
+  __syncthreads();  // the tile as halves is there, and the decays
+  if (L::kHead || L::kGather) {
+    if (next < place.count) prepare.load_tile(next);
+  }
+  if (has_gates) gates.load(prepare.op, place, place.head + warp, next + lane);
+  if constexpr (L::kGather) {
+    prepare.add_to_total();
+    return;
+  }
   if constexpr (L::kKey) {
-    prepare.narrow_values();
-    prepare.decay_keys();
-    __syncthreads();  // the decays are there
     prepare.all_columns();
-    __syncthreads();  // all that the state meets is there
-    if (next < place.count) prepare.load_tile(next);
-  } else if constexpr (L::kValue) {
-    prepare.narrow_keys();
-    prepare.decay_values();
-    __syncthreads();  // keys and queries are there
-    if (warp < kBlocks) prepare.products(warp);
-    __syncthreads();  // P is there
+  } else if (warp < kBlocks) {
+    prepare.products(warp);
+  }
+  __syncthreads();  // P is there
+  if constexpr (L::kValue) {
     prepare.own_answers();
-    __syncthreads();  // all that the state meets is there
-    if (next < place.count) prepare.load_tile(next);
-  } else {
-    const bool has_gates = warp < place.heads;
-    prepare.narrow_values();
-    prepare.narrow_keys();
-    if (has_gates) prepare.keep_gates(gates, warp);
-    __syncthreads();  // the tile as halves is there
-    if (next < place.count) prepare.load_tile(next);
-    if (has_gates) gates.load(prepare.op, place, place.head + warp, next + lane);
-    if (warp < kBlocks) prepare.products(warp);
-    __syncthreads();  // P is there
+    __syncthreads();  // what the chunks' own tokens answer is there
+  }
+  if (!L::kHead && next < place.count) prepare.load_tile(next);
+}
+
+// Before the first tile.
+template <class L>
+__device__ inline void clear_shared(L& shared) {
+  for (int i = threadIdx.x; i < L::kHeads * kTokens * L::kBlockPitch; i += L::kThreads) {
+    shared.p[0][i] = __ushort_as_half(0);
+  }
+  if constexpr (L::kGather) {  // each by the thread that multiplies it
+    for (int i = threadIdx.x; i < max(L::K, L::kValues); i += L::kThreads) shared.total[i] = 1;
   }
 }
 
 template <class L>
+__device__ inline Place place_of(const OuterStep& op, const Segments& segments) {
+  const int row = blockIdx.y, begin = op.rows.begin[row];
+  const int value = int(blockIdx.x) * L::kValues, head = value / op.value_dim;
+  Place place{.head = head,
+              .key_head = head * op.key_heads / op.heads,
+              .query = head * op.query_heads / op.heads,
+              .heads = max(1, L::kValues / op.value_dim),
+              .value = value,
+              .value_column = head * op.value_heads / op.heads * op.value_dim +
+                              value % op.value_dim,
+              .begin = begin,
+              .count = op.rows.begin[row + 1] - begin,
+              .segment = int(blockIdx.z),
+              .segments = 1,
+              .fresh = op.rows.first[row] == 0};
+  if (place.count <= kOuterStepsMost) place.count = 0;
+  if (segments.tokens > 0) {
+    place.segments = (place.count + segments.tokens - 1) / segments.tokens;
+    place.begin += place.segment * segments.tokens;
+    place.count = min(segments.tokens, place.count - place.segment * segments.tokens);
+    if (L::kGather) place.fresh = true;
+    if (L::kGather && place.segments == 1) place.count = 0;
+  }
+  return place;
+}
+
+// Where the block's part of a state is kept: in the slot, or at a segment's end. Ends of a row's
+// segments lie behind those of all earlier rows.
+template <class L>
+__device__ inline Memory place_of_state(const OuterStep& op, const Segments& segments,
+                                        const Place& place, Slot slot) {
+  if (place.segments == 1) {
+    return {at(op.state, slot) + int64_t(place.value) * L::K,
+            at(op.sums, slot) + int64_t(place.head) * L::K, nullptr};
+  }
+  const int row = blockIdx.y, before = op.rows.begin[row] / segments.tokens + row;
+  const int64_t end = int64_t(before + place.segment) * gridDim.x + blockIdx.x;
+  return memory_of<L>(segments.ends + end * end_floats(L::K, L::kValues));
+}
+
+template <class L>
 __global__ __launch_bounds__(L::kThreads, L::kResident) void outer_chunk_kernel(
-    const __grid_constant__ OuterStep op) {
+    const __grid_constant__ OuterStep op, Segments segments) {
   extern __shared__ __align__(16) unsigned char space[];
   L& shared = *reinterpret_cast<L*>(space);
-  const int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   let_successor_start();
   wait_for_predecessor();
-  const Slot slot = op.rows.slot[row];
-  const int begin = op.rows.begin[row], count = op.rows.begin[row + 1] - begin;
-  if (slot == kPadding || count <= kOuterStepsMost) return;
-  const int value = int(blockIdx.x) * L::kValues, head = value / op.value_dim;
-  const Place place{.head = head,
-                    .key_head = head * op.key_heads / op.heads,
-                    .query = head * op.query_heads / op.heads,
-                    .heads = max(1, L::kValues / op.value_dim),
-                    .value = value,
-                    .value_column = head * op.value_heads / op.heads * op.value_dim +
-                                    value % op.value_dim,
-                    .begin = begin,
-                    .count = count,
-                    .fresh = op.rows.first[row] == 0};
+  const Slot slot = op.rows.slot[blockIdx.y];
+  Place place = place_of<L>(op, segments);
+  if (slot == kPadding || place.count <= 0) return;
+  const Memory memory = place_of_state<L>(op, segments, place, slot);
+  // A segment starts where the launch before has put it.
+  if (!L::kGather && place.segments > 1) place.fresh = false;
   const Preparer<L> prepare{op, place, shared};
   prepare.load_tile(0);
   Gates gates;
-  if (L::kHead && warp < place.heads) gates.load(op, place, head + warp, lane);
-  for (int i = threadIdx.x; i < L::kHeads * kTokens * L::kBlockPitch; i += L::kThreads) {
-    shared.p[0][i] = __ushort_as_half(0);
-  }
+  if (L::kHead && warp < place.heads) gates.load(op, place, place.head + warp, lane);
+  clear_shared<L>(shared);
   Holder<L> holder(op, place, shared);
   const bool holds = warp < L::kHolders;
-  if (holds) holder.load(slot);
+  if (holds) holder.load(memory);
 #pragma unroll 1
-  for (int first = 0; first < count; first += kTokens) {
+  for (int first = 0; first < place.count; first += kTokens) {
     copies_wait();
     __syncthreads();  // the tile has come, and the one before is done with
     prepare_tile(prepare, first, gates);
@@ -311,43 +365,53 @@ __global__ __launch_bounds__(L::kThreads, L::kResident) void outer_chunk_kernel(
     if (first < 4 * kTokens || first / kTokens % 4 == 0) holder.fit_range();
     holder.pass(first);
   }
-  if (holds) holder.store(slot);
+  if (L::kGather) prepare.keep_total(memory.decay);
+  if (holds && (L::kGather || place.segments == 1)) holder.store(memory);
 }
 
 template <class L>
-void start(const OuterStep& op, Context& context) {
+void launch_chunks(const OuterStep& op, Context& context, const Segments& segments) {
   const auto kernel = outer_chunk_kernel<L>;
   static_assert(sizeof(L) * L::kResident <= (L::kResident > 1 ? 226 : 227) * 1024);
   WEIR_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        int(sizeof(L))));
   launch(context,
-         {.grid = dim3(op.heads * op.value_dim / L::kValues, op.rows.count),
+         {.grid = dim3(op.heads * op.value_dim / L::kValues, op.rows.count, segments.most),
           .block = dim3(L::kThreads),
           .shared = sizeof(L)},
-         kernel, op);
+         kernel, op, segments);
+}
+
+template <int K, By kBy, int kWarps>
+void start(const OuterStep& op, Context& context, const Segments& segments) {
+  if (segments.tokens > 0) {
+    launch_chunks<Layout<K, kBy, kWarps, true>>(op, context, segments);
+    pass_segments(op, context, 16 * kWarps, segments);
+  }
+  launch_chunks<Layout<K, kBy, kWarps, false>>(op, context, segments);
 }
 
 template <int K, By kBy>
-void start(const OuterStep& op, Context& context, int slice) {
+void start(const OuterStep& op, Context& context, int slice, const Segments& segments) {
   if constexpr (kBy == By::Sum) {  // the sum of keys belongs to all values of a head
-    return slice == 128 ? start<Layout<K, kBy, 8>>(op, context)
-                        : start<Layout<K, kBy, 4>>(op, context);
+    return slice == 128 ? start<K, kBy, 8>(op, context, segments)
+                        : start<K, kBy, 4>(op, context, segments);
   } else {
     switch (slice) {
-      case 128: return start<Layout<K, kBy, 8>>(op, context);
-      case 64: return start<Layout<K, kBy, 4>>(op, context);
-      case 32: return start<Layout<K, kBy, 2>>(op, context);
-      default: return start<Layout<K, kBy, 1>>(op, context);
+      case 128: return start<K, kBy, 8>(op, context, segments);
+      case 64: return start<K, kBy, 4>(op, context, segments);
+      case 32: return start<K, kBy, 2>(op, context, segments);
+      default: return start<K, kBy, 1>(op, context, segments);
     }
   }
 }
 
 template <By kBy>
-void start(const OuterStep& op, Context& context, int slice) {
+void start(const OuterStep& op, Context& context, int slice, const Segments& segments) {
   switch (op.key_dim) {
-    case 64: return start<64, kBy>(op, context, slice);
-    case 128: return start<128, kBy>(op, context, slice);
-    default: return start<256, kBy>(op, context, slice);
+    case 64: return start<64, kBy>(op, context, slice, segments);
+    case 128: return start<128, kBy>(op, context, slice, segments);
+    default: return start<256, kBy>(op, context, slice, segments);
   }
 }
 

@@ -2,8 +2,8 @@
 
 namespace weir::cuda::adding {
 
-void start_key(const OuterStep& op, Context& context, int slice) {
-  start<By::Key>(op, context, slice);
+void start_key(const OuterStep& op, Context& context, int slice, const Segments& segments) {
+  start<By::Key>(op, context, slice, segments);
 }
 
 }  // namespace weir::cuda::adding

@@ -27,9 +27,24 @@ constexpr int kBlocks = kTokens / kBlock;
 // nothing, with a running sum of keys.
 enum class By : uint8_t { Head, Key, Value, Sum };
 
-template <int K_, By kBy_, int kWarps_>
+// Where there are too few rows and heads for the machine, rows are cut into segments of `tokens`:
+// one launch finds what each segment alone makes of a zero state, a second one where each segment
+// starts (the recurrence is linear in the state), and a third one answers them all.
+struct Segments {
+  int tokens = 0;         // of a segment; 0: rows stay whole
+  int most = 1;           // of a row
+  float* ends = nullptr;  // for each segment and block end_floats(): state, sum of keys, decays
+};
+// 16-byte aligned in its parts.
+__host__ __device__ constexpr int end_floats(int keys, int values) {
+  return values * keys + keys + (keys > values ? keys : values);
+}
+
+// kGather: only what a segment makes of the state.
+template <int K_, By kBy_, int kWarps_, bool kGather_>
 struct Layout {
   static constexpr int K = K_, kWarps = kWarps_;
+  static constexpr bool kGather = kGather_;
   static constexpr bool kKey = kBy_ == By::Key, kValue = kBy_ == By::Value;
   static constexpr bool kHead = !kKey && !kValue;    // one number a token decays all, or none
   static constexpr bool kSum = kBy_ == By::Sum;      // one more warp has the sum of keys
@@ -59,6 +74,7 @@ struct Layout {
   float logs[kHeads][kTokens], written[kHeads][kTokens];
   float asked[kHeads][kTokens], kept[kHeads][kTokens];
   float divisor[kTokens];
+  float total[kGather ? (K > kValues ? K : kValues) : 4];  // decays of the whole segment
 };
 
 // Where the block is.
@@ -67,14 +83,19 @@ struct Place {
   int heads;                  // of the block, one or two
   int value;                  // the block's first value, counted over all heads
   int value_column;           // where it begins in op.v
-  int begin, count;           // the row's tokens in the step
-  bool fresh;                 // the row starts from a zero state
+  int begin, count;           // tokens in the step, of the row or its segment
+  int segment, segments;      // which one, and of how many
+  bool fresh;                 // it starts from a zero state
 };
 
+// Between the two launches over segments: from what each makes of a zero state to where it starts,
+// and the slot's state to what the row leaves.
+void pass_segments(const OuterStep& op, Context& context, int slice, const Segments& segments);
+
 // Start the kernel with blocks of `slice` values: 16, 32, 64 or 128.
-void start_head(const OuterStep& op, Context& context, int slice);
-void start_key(const OuterStep& op, Context& context, int slice);
-void start_value(const OuterStep& op, Context& context, int slice);
-void start_sum(const OuterStep& op, Context& context, int slice);
+void start_head(const OuterStep& op, Context& context, int slice, const Segments& segments);
+void start_key(const OuterStep& op, Context& context, int slice, const Segments& segments);
+void start_value(const OuterStep& op, Context& context, int slice, const Segments& segments);
+void start_sum(const OuterStep& op, Context& context, int slice, const Segments& segments);
 
 }  // namespace weir::cuda::adding

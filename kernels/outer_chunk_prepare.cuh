@@ -65,7 +65,7 @@ struct Preparer {
     }
   }
   __device__ void load_tile(int first) const {
-    load<K>(op.q, place.query * K, first, shared.raw_q);
+    if constexpr (!L::kGather) load<K>(op.q, place.query * K, first, shared.raw_q);
     load<K>(op.k, place.key_head * K, first, shared.raw_k);
     if constexpr (L::kKey) load<K>(op.log_decay, place.key_head * K, first, shared.decay);
     if constexpr (L::kValue) {
@@ -89,7 +89,7 @@ struct Preparer {
     narrow_tile<L::kValues>(shared.raw_v, L::kValuePitch, 1.0f, shared.v);
   }
   __device__ void narrow_keys() const {
-    narrow_tile<K>(shared.raw_q, L::kKeyPitch, op.scale, shared.q);
+    if constexpr (!L::kGather) narrow_tile<K>(shared.raw_q, L::kKeyPitch, op.scale, shared.q);
     narrow_tile<K>(shared.raw_k, L::kKeyPitch, 1.0f, shared.k);
   }
 
@@ -167,30 +167,53 @@ struct Preparer {
     }
   }
 
+  // A chunk's numbers of one channel, asked for together where registers are plenty: a store might,
+  // for all the compiler knows, change what the next load reads.
+  struct Column {
+    static constexpr bool kTogether = L::kResident == 1;
+    const float* from;
+    int pitch;
+    float x[kTogether ? kBlock : 1];
+
+    __device__ Column(const float* from, int pitch) : from(from), pitch(pitch) {
+      if constexpr (kTogether) {
+#pragma unroll
+        for (int t = 0; t < kBlock; ++t) x[t] = from[t * pitch];
+      }
+    }
+    __device__ float operator[](int t) const { return kTogether ? x[t] : from[t * pitch]; }
+  };
+
   // Per key: each thread has one channel of one chunk. The factors are products of single decays
   // from the chunk's start on and up to its end: none is above 1.
   __device__ void decay_keys() const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < kBlocks * K; i += L::kThreads) {
-      const int m = i / K, channel = i % K;
-      const auto at_token = [&](int t) { return (m * kBlock + t) * K + channel; };
+      const int m = i / K, channel = i % K, column = m * kBlock * K + channel;
       half* const q = &shared.q[m * kBlock * L::kKeyPitch + channel];
       half* const k = &shared.k[m * kBlock * L::kKeyPitch + channel];
       float decay[kBlock];
 #pragma unroll
-      for (int t = 0; t < kBlock; ++t) decay[t] = shared.decay[at_token(t)];
-      float since = op.scale;
+      for (int t = 0; t < kBlock; ++t) decay[t] = shared.decay[column + t * K];
+      if constexpr (L::kGather) {
 #pragma unroll
-      for (int t = 0; t < kBlock; ++t) {
-        decay[t] = exp2_fast(kLog2E * decay[t]);
-        shared.decay[at_token(t)] = decay[t];
-        since *= decay[t];
-        q[t * L::kKeyPitch] = to_half(shared.raw_q[at_token(t)] * since);
+        for (int t = 0; t < kBlock; ++t) decay[t] = exp2_fast(kLog2E * decay[t]);
+      } else {
+        const Column raw_q(shared.raw_q + column, K);
+        float since = op.scale;
+#pragma unroll
+        for (int t = 0; t < kBlock; ++t) {
+          decay[t] = exp2_fast(kLog2E * decay[t]);
+          shared.decay[column + t * K] = decay[t];
+          since *= decay[t];
+          q[t * L::kKeyPitch] = to_half(raw_q[t] * since);
+        }
       }
+      const Column raw_k(shared.raw_k + column, K);
       float until = 1;
 #pragma unroll
       for (int t = kBlock - 1; t >= 0; --t) {
-        k[t * L::kKeyPitch] = to_half(shared.raw_k[at_token(t)] * until);
+        k[t * L::kKeyPitch] = to_half(raw_k[t] * until);
         until *= decay[t];
       }
       shared.whole[i] = until;
@@ -205,25 +228,45 @@ struct Preparer {
 #pragma unroll 1
     for (int i = threadIdx.x; i < kBlocks * L::kValues; i += L::kThreads) {
       const int m = i / L::kValues, value = i % L::kValues;
-      const auto at_token = [&](int t) { return (m * kBlock + t) * L::kValues + value; };
+      const int column = m * kBlock * L::kValues + value;
       float decay[kBlock], since = 1, until = 1;
 #pragma unroll
-      for (int t = 0; t < kBlock; ++t) decay[t] = shared.decay[at_token(t)];
+      for (int t = 0; t < kBlock; ++t) decay[t] = shared.decay[column + t * L::kValues];
 #pragma unroll
       for (int t = 0; t < kBlock; ++t) {
         decay[t] = exp2_fast(kLog2E * decay[t]);
-        shared.decay[at_token(t)] = decay[t];
+        if constexpr (L::kGather) continue;
+        shared.decay[column + t * L::kValues] = decay[t];
         since *= decay[t];
-        shared.since[at_token(t)] = since;
+        shared.since[column + t * L::kValues] = since;
       }
+      const Column raw_v(shared.raw_v + column, L::kValues);
 #pragma unroll
       for (int t = kBlock - 1; t >= 0; --t) {
-        shared.v[(m * kBlock + t) * L::kValuePitch + value] =
-            to_half(shared.raw_v[at_token(t)] * until);
+        shared.v[(m * kBlock + t) * L::kValuePitch + value] = to_half(raw_v[t] * until);
         until *= decay[t];
       }
       shared.whole[i] = until;
     }
+  }
+
+  // Once a tile is ready: its decays to those of the whole segment.
+  __device__ void add_to_total() const {
+    static_assert(kBlocks == 2);
+    if constexpr (L::kHead) {
+      const int h = threadIdx.x;
+      const float* const whole = &shared.whole[h * kBlocks];
+      if (!L::kSum && h < place.heads) shared.total[h] *= whole[0] * whole[1];
+    } else {
+      for (int i = threadIdx.x; i < L::kChannels; i += L::kThreads) {
+        shared.total[i] *= shared.whole[i] * shared.whole[L::kChannels + i];
+      }
+    }
+  }
+  // By the threads that made it.
+  __device__ void keep_total(float* to) const {
+    const int count = L::kHead ? place.heads : L::kChannels;
+    for (int i = threadIdx.x; i < count; i += L::kThreads) to[i] = shared.total[i];
   }
 
   // Per value, by the same threads: what a chunk's own tokens answer. What each of them wrote is

@@ -2,8 +2,8 @@
 
 namespace weir::cuda::adding {
 
-void start_value(const OuterStep& op, Context& context, int slice) {
-  start<By::Value>(op, context, slice);
+void start_value(const OuterStep& op, Context& context, int slice, const Segments& segments) {
+  start<By::Value>(op, context, slice, segments);
 }
 
 }  // namespace weir::cuda::adding

@@ -1,6 +1,8 @@
 // Mixers over whole prompts: time, tokens a second, the bytes that each op cannot avoid (its
 // activations, which no cache holds, and the state), and what a copy of as many bytes takes.
 #include <cmath>
+#include <sstream>
+#include <string>
 
 #include "kernels/op.h"
 #include "tests/bench/bench_util.h"
@@ -100,9 +102,7 @@ class PrefillBench {
   // `floats`: about an op's, of which a program has as many as make its activations leave caches.
   template <typename Make>
   void time(const char* name, int32_t rows, int32_t tokens, int64_t floats, const Make& make) {
-    if (!options_.only.empty() && std::string(name).find(options_.only) == std::string::npos) {
-      return;
-    }
+    if (!chosen(name)) return;
     at_ = log_decays_at_ = 0;
     const int64_t copies = std::clamp<int64_t>(pool_floats() / floats, 1, 8);
     Program program;
@@ -120,6 +120,15 @@ class PrefillBench {
     results_["mixers"].push_back({{"mixer", name}, {"rows", rows}, {"tokens", tokens},
                                   {"ms", seconds * 1e3}, {"bytes", bytes},
                                   {"copy_ms", floor * 1e3}});
+  }
+  // --only names one part of a name, or several with commas between.
+  bool chosen(const std::string& name) const {
+    std::istringstream parts(options_.only);
+    std::string part;
+    while (std::getline(parts, part, ',')) {
+      if (name.find(part) != std::string::npos) return true;
+    }
+    return options_.only.empty();
   }
   template <typename T>
   T* put(const std::vector<T>& values) {
@@ -340,6 +349,9 @@ void bench_vectors(PrefillBench& bench, const std::vector<int32_t>& batches) {
     for (const int32_t rows : batches) bench.time(mixer, rows, bench.cpu() ? 64 : 2048);
   };
   for (const Adder& adder : adders) time(adder);
+  for (const Adder& adder : adders) {  // one long prompt
+    if (!bench.cpu()) bench.time(adder, 1, 32768);
+  }
   time(Eraser{"RWKV-7 32x64x64", 32, 64, 64});
   time(Convolution{"conv1d 4352 channels", 4352});
 }

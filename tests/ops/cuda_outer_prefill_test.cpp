@@ -105,6 +105,38 @@ TEST_F(CudaOuterPrefill, LongRows) {
   }
 }
 
+// Few heads: rows are cut into segments. What a wrong edge of one, or a wrong start, breaks: rows
+// of one segment among rows of many, last segments of one token, one tile, and full ones.
+TEST_F(CudaOuterPrefill, RowsCutIntoSegments) {
+  for (OuterCase c : kinds()) {
+    for (const std::vector<int32_t>& lengths :
+         {std::vector<int32_t>{512}, {513, 1, 0, 1}, {544, 33}, {1025, 40, 1, 200, 700},
+          {767, 768}}) {
+      check(c, lengths);
+    }
+    c.heads = c.key_heads = c.value_heads = c.query_heads = 1;
+    c.key_dim = 64;
+    c.value_dim = 64;
+    check(c, {1024, 1, 600});
+  }
+  check({.name = "256 keys, two slices", .key_dim = 256, .value_dim = 256, .decay = Decay::PerKey},
+        {1500, 1, 100});
+  check({.name = "Mamba-2, pairs of heads", .heads = 4, .key_heads = 1, .value_heads = 4,
+         .query_heads = 1, .value_dim = 64, .decay = Decay::PerHead, .v_scale = true,
+         .skip = true},
+        {900, 1, 100});
+}
+
+// The longest prompts, whose states have decayed long ago or hold everything.
+TEST_F(CudaOuterPrefill, PromptsOf32768) {
+  for (OuterCase c : kinds()) {
+    c.heads = c.key_heads = c.value_heads = c.query_heads = 1;
+    c.key_dim = c.value_dim = 64;
+    c.log_decay = -0.0001f;
+    check(c, {32768 + 17});
+  }
+}
+
 // States beyond what a half can hold.
 TEST_F(CudaOuterPrefill, LargeStates) {
   for (OuterCase c : kinds()) {
