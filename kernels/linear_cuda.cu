@@ -2,6 +2,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/async_cuda.cuh"
 #include "kernels/linear_cuda.cuh"
@@ -376,6 +377,11 @@ bool fits_hopper(const Linear& op, const Context& context) {
          op.range == nullptr && fits_tensor_cores(op);
 }
 
+bool fits_large(const Linear& op, const Context& context) {
+  return op.tokens >= kLargeTokens && context.products != nullptr && op.range == nullptr &&
+         fits_tensor_cores(op);
+}
+
 // Whether the kernel of whole steps may run the next op, which reads float32.
 bool resident_may_follow(int tokens, const Context& context) {
   return context.meeting != nullptr && tokens <= resident::kTokensMost;
@@ -390,6 +396,12 @@ bool fits(const Linear& op, const Swiglu& gate) {
          op.tokens == gate.tokens && same(gate.gate, op.y) &&
          same(gate.up, op.y.from(gate.dim)) && gate.read_once && gate.dim % 8 == 0 &&
          by_fours(gate.out);
+}
+// Whether op may round what it leaves to gate, as the Linear after it rounds what gate makes of it.
+bool may_be_narrow(const Linear& op, const Swiglu& gate, const Context& context) {
+  return !context.keep_low && fits_large(op, context) && is_one_matrix(op) &&
+         op.tokens <= most_split(op.in, context) &&
+         next_reads_split(gate.out, gate.dim, gate.tokens, context);
 }
 // Whether norm's input is just what op computes, and its output just what reader reads.
 bool fits(const Linear& op, const RmsNorm& norm, const Linear& reader) {
@@ -469,7 +481,7 @@ void run(const Linear& op, Context& context) {
   if (op.tokens > most) return run_in_turn(op, most, context);
   if (fits_hopper(op, context)) {
     run_hopper(op, {}, context);
-  } else if (op.tokens >= kLargeTokens && context.products != nullptr && fits_tensor_cores(op)) {
+  } else if (fits_large(op, context)) {
     run_large(op, context);
   } else {
     run_small(op, context);
@@ -478,14 +490,23 @@ void run(const Linear& op, Context& context) {
 
 size_t run_fused(std::span<const Op> ops, Context& context) {
   const auto* const op = std::get_if<Linear>(&ops[0]);
-  if (op == nullptr || ops.size() < 2 || !fits_hopper(*op, context)) return 0;
+  if (op == nullptr || ops.size() < 2) return 0;
+  const auto* const reader = ops.size() > 2 ? std::get_if<Linear>(&ops[2]) : nullptr;
   if (const auto* const gate = std::get_if<Swiglu>(&ops[1])) {
     if (!fits(*op, *gate)) return 0;
-    run_hopper(*op, {.gate = gate}, context);
+    if (fits_hopper(*op, context)) {
+      run_hopper(*op, {.gate = gate}, context);
+      return 2;
+    }
+    context.next = reader;
+    if (!may_be_narrow(*op, *gate, context)) return 0;
+    run_large_narrow(*op, context);
+    context.split = std::exchange(context.next_split, {});
+    run_narrow(*gate, context);
     return 2;
   }
+  if (!fits_hopper(*op, context)) return 0;
   const auto* const norm = std::get_if<RmsNorm>(&ops[1]);
-  const auto* const reader = ops.size() > 2 ? std::get_if<Linear>(&ops[2]) : nullptr;
   if (norm == nullptr || reader == nullptr || !fits(*op, *norm, *reader)) return 0;
   if (!fits_hopper(*reader, context) || resident_may_follow(op->tokens, context)) return 0;
   run_hopper(*op, {.norm = norm}, context);

@@ -30,5 +30,11 @@ inline float* squares_of(const Split& split, const Context& context) {
                                   (split.half + 1) * context.half_bytes - kSquaresBytes);
 }
 void run_large(const Linear& op, Context& context);   // bf16, 16-byte aligned, by cuBLASLt
+// The same for a Linear of one matrix, without biases, whose output is rounded: bf16 at y.data,
+// without gaps.
+void run_large_narrow(const Linear& op, Context& context);
+bool is_one_matrix(const Linear& op);
+// Gate and up as run_large_narrow() leaves them; out is left split, for a Linear that reads it so.
+void run_narrow(const Swiglu& op, Context& context);
 
 }  // namespace weir::cuda

@@ -40,6 +40,7 @@ struct MatrixProducts::Shape {
   int rows = 0, in = 0, tokens = 0;
   int64_t stride = 0;
   bool accumulate = false;
+  bool narrow = false;  // y is bf16
   auto operator<=>(const Shape&) const = default;
 };
 
@@ -47,7 +48,7 @@ struct MatrixProducts::Shape {
 struct MatrixProducts::Product {
   const void* weights;
   SplitVectors x;
-  float* y;
+  void* y;
   void* spare;
   bool accumulate;
 };
@@ -134,7 +135,7 @@ const MatrixProducts::Plan& MatrixProducts::plan(const Shape& shape, const Produ
   };
   layout(made.w, CUDA_R_16BF, shape.in, shape.rows, shape.in);
   layout(made.x, CUDA_R_16BF, shape.in, shape.tokens, shape.in);
-  layout(made.y, CUDA_R_32F, shape.rows, shape.tokens, shape.stride);
+  layout(made.y, shape.narrow ? CUDA_R_16BF : CUDA_R_32F, shape.rows, shape.tokens, shape.stride);
   Shape about = shape;
   about.tokens = std::bit_floor(unsigned(shape.tokens));
   about.tokens += (shape.tokens - about.tokens) * 4 / about.tokens * (about.tokens / 4);
@@ -230,6 +231,14 @@ void MatrixProducts::multiply(const void* weights, int rows, int in, const Split
   }
 }
 
+void MatrixProducts::multiply_narrow(const void* weights, int rows, int in,
+                                     const SplitVectors& vectors, int tokens, __nv_bfloat16* y,
+                                     Context& context) {
+  const Product product{weights, vectors, y, nullptr, false};
+  const Shape shape{.rows = rows, .in = in, .tokens = tokens, .stride = rows, .narrow = true};
+  start(plan(shape, product, context), product, vectors.high, false, y, context);
+}
+
 namespace {
 
 // Consecutive parts that lie next to each other in memory are one matrix.
@@ -264,6 +273,17 @@ Linear part_of(const Linear& op, const Group& group, int row) {
 }
 
 }  // namespace
+
+bool is_one_matrix(const Linear& op) {
+  const Group all = group_at(op, 0);
+  return all.count == op.parts && fits(op, all, 0);
+}
+
+void run_large_narrow(const Linear& op, Context& context) {
+  const SplitVectors vectors = split(op.x, op.in, op.tokens, context);
+  context.products->multiply_narrow(op.part[0].data, total_rows(op), op.in, vectors, op.tokens,
+                                    reinterpret_cast<__nv_bfloat16*>(op.y.data), context);
+}
 
 void run_large(const Linear& op, Context& context) {
   const SplitVectors vectors = split(op.x, op.in, op.tokens, context);

@@ -1,5 +1,6 @@
 #pragma once
 #include <cublasLt.h>
+#include <cuda_bf16.h>
 
 #include <map>
 #include <memory>
@@ -21,6 +22,9 @@ class MatrixProducts {
   // y = W x, or y += W x; weights is [rows, in].
   void multiply(const void* weights, int rows, int in, const SplitVectors& vectors, int tokens,
                 bool accumulate, const Acts& y, Context& context);
+  // The same rounded to bf16; y is [tokens, rows], without gaps.
+  void multiply_narrow(const void* weights, int rows, int in, const SplitVectors& vectors,
+                       int tokens, __nv_bfloat16* y, Context& context);
 
  private:
   struct Library;

@@ -170,6 +170,13 @@ TEST_F(CudaTest, SwigluWithTheLinearsAroundIt) {
   }
   same("mlp, bf16 vectors", 5e-3, [&](Side& side) { return mlp_of(side, {512, 600}, 70); },
        {.bf16_vectors = true});
+  // Gate and up rounded on the way; 36 is no multiple of eight.
+  for (const MlpCase& c : {MlpCase{512, 600}, {1024, 2816}, {512, 36}}) {
+    for (const int tokens : {129, 200}) {
+      same("mlp, bf16 vectors, " + std::to_string(c.hidden) + ", tokens " + std::to_string(tokens),
+           5e-3, [&](Side& side) { return mlp_of(side, c, tokens); }, {.bf16_vectors = true});
+    }
+  }
   for (const int tokens : {1, 9, 64, 100, 128}) {
     same("mlp twice, tokens " + std::to_string(tokens), 2e-5, [&](Side& side) {
       Program both = mlp_of(side, {512, 600}, tokens), second = mlp_of(side, {512, 600}, tokens);
