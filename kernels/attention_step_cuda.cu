@@ -29,9 +29,11 @@ struct Sizes {
   static constexpr int kLanes = kDim / 4;              // a key's
   static constexpr int kAtOnce = 32 / kLanes;          // keys side by side in a warp
   static constexpr int kChunk = kKeys * kAtOnce;       // a warp's positions at once
-  // Many heads' sums take registers, so there are fewer warps.
-  static constexpr int kThreads = kGroup <= 2 ? 256 : 128, kWarps = kThreads / 32;
-  static constexpr int kBlocks = kGroup <= 2 ? 2 : kGroup <= 4 ? 3 : 2;  // of a multiprocessor
+  // Many heads' sums take registers, so there are fewer warps. They share one block: several small
+  // ones on a multiprocessor are balanced worse.
+  static constexpr int kThreads = kGroup <= 2 ? 256 : kGroup <= 4 ? 384 : 256;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kBlocks = kGroup <= 2 ? 2 : 1;  // of a multiprocessor
 };
 
 template <int kDim, int kGroup>
@@ -338,6 +340,19 @@ __global__ __launch_bounds__(
   }
 }
 
+// How many clusters of so many blocks run at once, where a multiprocessor holds `held` blocks. With
+// one each, some multiprocessors are left over: where n clusters of four fit, 5 / 4 n of three do.
+int64_t room_for(int blocks, int held, const Context& context) {
+  const int64_t all = int64_t(held) * context.multiprocessors;
+  if (held > 1 || blocks == 1) return std::max<int64_t>(all / blocks, 1);
+  const int* const clusters = context.hopper.clusters;  // of 1, 2, 4 and 8
+  const int64_t found = blocks == 2   ? clusters[1]
+                        : blocks == 3 ? clusters[2] * 5 / 4
+                        : blocks == 4 ? clusters[2]
+                                      : clusters[3];
+  return std::max<int64_t>(found, 1);
+}
+
 template <int kDim, int kGroup>
 void start(StepJob& job, Context& context) {
   using S = Sizes<kDim, kGroup>;
@@ -345,13 +360,15 @@ void start(StepJob& job, Context& context) {
   const int64_t blocks = int64_t(op.rows.count) * op.kv_heads;
   const int64_t positions =
       op.window > 0 ? op.window : int64_t(op.pages_per_row) * op.page_tokens;
-  const int64_t room = S::kBlocks * int64_t(context.multiprocessors);
-  // Blocks run in turns of `room`; a turn of shorter blocks must gain what their sums cost.
+  // Clusters run in turns of as many as there is room for; a turn of shorter blocks must gain what
+  // their sums cost.
   const auto turns = [&](int splits) {
-    return double((blocks * splits + room - 1) / room) / splits;
+    const int64_t room = room_for(splits, S::kBlocks, context);
+    return double((blocks + room - 1) / room) / splits;
   };
   const int64_t most = std::min<int64_t>(kMostSplits, positions / 64);
-  for (int splits = 2; context.compute >= 90 && splits <= most; splits *= 2) {
+  for (const int splits : {2, 3, 4, 8}) {
+    if (context.compute < 90 || splits > most) break;
     if (turns(splits) < 0.93 * turns(job.splits)) job.splits = splits;
   }
   launch(context,

@@ -352,7 +352,8 @@ void bench_all(OpBench& bench) {
     }
     for (const SoftmaxKind& kind : {SoftmaxKind{"softmax 32x64", 32, 32, 64},
                                     {"softmax 16x128", 16, 16, 128},
-                                    {"softmax 16 (4 kv) x128", 16, 4, 128}}) {
+                                    {"softmax 16 (4 kv) x128", 16, 4, 128},
+                                    {"softmax 32 (4 kv) x128", 32, 4, 128}}) {
       bench_softmax(bench, kind, batch);
     }
   }
