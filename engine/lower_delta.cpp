@@ -82,10 +82,12 @@ DeltaWeights bind_weights(const DeltaMixer& m, int32_t dim, const std::string& p
 void lower(const DeltaMixer& m, const DeltaWeights& w, LayerContext& layer) {
   Projection in(layer.spec.dim), unnormed(layer.spec.dim);
   Projection& low_rank = m.gates_read_residual ? unnormed : in;
+  // A backend that makes rows in turn has first what others wait for first, and the gate, which the
+  // mixer's answers meet, last.
+  const Projection::Part f0 = low_rank.add(w.f0), g0 = low_rank.add(w.g0);
   const Projection::Part q = in.add(w.q), k = in.add(w.k), v = in.add(w.v);
-  const Projection::Part a = in.add(w.a), f0 = low_rank.add(w.f0);
-  const Projection::Part b = in.add(w.b), write = in.add(w.w);
-  const Projection::Part g = in.add(w.g), g0 = low_rank.add(w.g0);
+  const Projection::Part a = in.add(w.a), b = in.add(w.b), write = in.add(w.w);
+  const Projection::Part g = in.add(w.g);
   const Acts projected = in.lower(layer, layer.in);
   const Acts low = m.gates_read_residual ? unnormed.lower(layer, layer.raw) : projected;
 

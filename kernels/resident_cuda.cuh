@@ -9,14 +9,15 @@
 namespace weir::cuda::resident {
 
 constexpr int kTokensMost = 4;
-constexpr int kColumnsMost = 5632;  // of a linear layer: its x stays in registers
+constexpr int kColumnsMost = 1 << 15;  // of a linear layer
 constexpr int kNormedMost = 2048;   // columns, where a norm is folded in
 constexpr int kKeysMost = 128, kValuesMost = 512;  // of a mixer's head
 constexpr int kWarps = 16;                         // that compute
-constexpr int kSlabs = 3;
+constexpr int kSlabs = Linear::kParts;
 
 // y = W f(x), f nothing or a norm: over groups of `group` columns, times weight, times a gate that
-// an earlier phase has activated.
+// an earlier phase has activated. What an earlier phase of the launch has left lies in the
+// meeting's words (below), in those of even launches; the rest where the program has it.
 struct LinearPhase {
   // Rows of the stacked matrices that lie next to each other.
   struct Slab {
@@ -25,39 +26,51 @@ struct LinearPhase {
     int rows = 0;
   };
   const float* x = nullptr;
-  float* y = nullptr;
   const int32_t* index = nullptr;  // x's token for each of y's; null: the same
   Slab slab[kSlabs];
   const float* weight = nullptr;   // of the norm, [group]
-  const float* gate = nullptr;     // [tokens, in], or null
+  const float* gate = nullptr;     // [tokens, in], left by an earlier phase; or null
+  const float* base = nullptr;     // [tokens, rows], what is added to; or null
+  float* left = nullptr;           // receives y for later phases, or null: none reads it
+  float* y = nullptr;              // for after the launch, or null: a later phase overwrites it
   float* normed = nullptr;         // receives f(x), or null
-  int x_stride = 0, y_stride = 0, gate_stride = 0, normed_stride = 0;
+  int x_stride = 0, gate_stride = 0, base_stride = 0;
+  int left_stride = 0, y_stride = 0, normed_stride = 0;
   int in = 0, rows = 0, tokens = 0;
   int group = 0;                   // 0: no norm
-  float eps = 0;
+  int groups_a_run = 0;            // 32 / group, times 2^16
+  int norm_lanes = 0, norm_warps = 0;  // that share a group, of four columns a lane
+  float eps = 0, share = 0;        // of the norm; 1 / group
+  bool biased = false;             // some slab is
   int activated = 0, activated_end = 0;  // rows of y that become activation(y)
   Activation activation = Activation::Sigmoid;  // or Silu
-  bool accumulate = false;
-  bool paired = false;  // y = silu(upper half of the rows) * lower half
-  bool waits = true;    // for the phase before; false: it reads nothing of that
+  bool paired = false;             // y = silu(upper half of the rows) * lower half
+  bool keep_low = true;            // x as high + low bf16, or high alone
+  bool x_left = false, base_left = false;  // by an earlier phase
 };
 
-// What one launch runs.
+// What one launch runs. A mixer reads and writes words that are left; its answers are without their
+// norm, which is the next phase's f.
 struct Table {
   static constexpr int kLinear = 256, kMix = 64, kPhases = kLinear + kMix;
   LinearPhase linear[kLinear];
-  DeltaMix mix[kMix];          // answers are left without their norm: the next phase's f
+  DeltaMix mix[kMix];
   bool is_mix[kPhases] = {};
   int phases = 0;
-  bool keep_low = true;        // x as high + low bf16, or high alone
+  int words = 0;               // that are left
 };
 
-// Where the blocks of a launch meet; zeros at first.
+// Where the phases of a launch leave what later ones read. A word says by itself whether it has
+// been written: every number has a place of its own in a launch, and that held kUnwritten before.
+// So nobody counts blocks, no store waits for another one, and whoever needs a number reads its
+// place until it is there. One half of the words is a launch's; the other, which the launch before
+// has used, it makes unwritten again.
 struct Meeting {
-  static constexpr int kBlocks = 256;
-  uint32_t arrived = 0;        // blocks, once for each phase
-  uint32_t space[31] = {};     // a cache line of its own
-  uint32_t done[kBlocks] = {}; // `arrived` after a block's last phase, for its next launch
+  static constexpr uint32_t kUnwritten = 0xffffffffu;  // a NaN that no phase leaves
+  static constexpr int kBlocks = 256, kWords = 3 << 20;
+  uint32_t launches[kBlocks] = {};  // ever, of each block
+  int used[2] = {};                 // words of each half, by the last launch that had it
+  alignas(128) float words[2][kWords];
 };
 
 // On the device; null where the kernel cannot run.

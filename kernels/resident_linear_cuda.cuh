@@ -9,7 +9,7 @@ namespace weir::cuda::resident {
 // --- the copying warp ---------------------------------------------------------------------------
 
 __device__ inline const char* find_row(const LinearPhase& l, int row) {
-#pragma unroll
+#pragma unroll 1
   for (int s = 0; s < kSlabs; ++s) {
     if (row < l.slab[s].rows) return l.slab[s].data + int64_t(row) * l.in * 2;
     row -= l.slab[s].rows;
@@ -36,172 +36,176 @@ __device__ inline uint64_t read_once() {
   return policy;
 }
 
+// A row of each of a tile's lanes, or null.
+__device__ inline const char* find_row(const LinearPhase& l, int tile, int lane) {
+  if (tile >= tiles_of(l) || lane >= kTileRows) return nullptr;
+  const int row = row_of_tile(l, tile, lane);
+  return row < l.rows ? find_row(l, row) : nullptr;
+}
+
+// The stage of a tile that begins with that column.
+__device__ inline void copy_stage(const LinearPhase& l, const char* from, int column, Walk& walk,
+                                  uint64_t policy) {
+  Shared& shared = shared_memory();
+  const int lane = threadIdx.x % 32;
+  const uint32_t full = shared_address(shared.full), free = shared_address(shared.free);
+  const uint32_t bytes = min(kStageColumns, l.in - column) * 2;
+  const int rows = __popc(__ballot_sync(0xffffffffu, from != nullptr));
+  // The stage is free at once in the first round: the phase before the first is done.
+  barrier_wait(free + 8 * walk.stage, walk.parity ^ 1);
+  const int before = walk.stage - kInFlight;
+  if (walk.issued++ >= kInFlight) {
+    barrier_wait(full + 8 * (before + (before < 0 ? kStages : 0)), walk.parity ^ int(before < 0));
+  }
+  if (lane == 0) barrier_expect(full + 8 * walk.stage, bytes * rows);
+  __syncwarp();
+  if (from != nullptr) {
+    load_row(shared_address(shared.ring) + walk.stage * kStageBytes + lane * kPitch,
+             from + column * 2, bytes, full + 8 * walk.stage, policy);
+  }
+  walk.next_stage();
+}
+
+// In the order of multiply_batch().
 __device__ inline void copy_tiles(const LinearPhase& l, Walk& walk, uint64_t policy) {
-  const int lane = threadIdx.x % 32, tiles = tiles_of(l), in = l.in;
-  const uint32_t ring = shared_address(walk.shared.ring);
-  const uint32_t full = shared_address(walk.shared.full), free = shared_address(walk.shared.free);
-  for (int tile = walk.first_tile(); tile < tiles; tile += gridDim.x) {
-    const int row = lane < kTileRows ? row_of_tile(l, tile, lane) : l.rows;
-    const char* from = row < l.rows ? find_row(l, row) : nullptr;
-    const int rows = __popc(__ballot_sync(0xffffffffu, from != nullptr));
+  const int lane = threadIdx.x % 32, tiles = tiles_of(l), in = l.in, blocks = gridDim.x;
+  for (int tile = walk.first_tile(); tile < tiles; tile += kBatch * blocks) {
+    static_assert(kBatch == 2);
+    const char* const first = find_row(l, tile, lane);
+    const char* const second = find_row(l, tile + blocks, lane);
     for (int column = 0; column < in; column += kStageColumns) {
-      const uint32_t bytes = min(kStageColumns, in - column) * 2;
-      // The stage is free at once in the first round: the phase before the first is done.
-      barrier_wait(free + 8 * walk.stage, walk.parity ^ 1);
-      const int before = walk.stage - kInFlight;
-      if (walk.issued++ >= kInFlight) {
-        barrier_wait(full + 8 * (before + (before < 0 ? kStages : 0)),
-                     walk.parity ^ int(before < 0));
-      }
-      if (lane == 0) barrier_expect(full + 8 * walk.stage, bytes * rows);
-      __syncwarp();
-      if (from != nullptr) {
-        load_row(ring + walk.stage * kStageBytes + lane * kPitch, from + column * 2, bytes,
-                 full + 8 * walk.stage, policy);
-      }
-      walk.next_stage();
+      copy_stage(l, first, column, walk, policy);
+      if (tile + blocks < tiles) copy_stage(l, second, column, walk, policy);
     }
   }
   walk.tiles += tiles;
 }
 
-__device__ inline void copy_weights(Walk& walk) {
+__device__ inline void copy_weights(const Table& table) {
+  Walk walk;
   const uint64_t policy = read_once();
   int linear = 0;
-  for (int p = 0; p < walk.table.phases; ++p) {
-    if (!walk.table.is_mix[p]) copy_tiles(walk.table.linear[linear++], walk, policy);
+  for (int p = 0; p < table.phases; ++p) {
+    if (!table.is_mix[p]) copy_tiles(table.linear[linear++], walk, policy);
   }
 }
 
 // --- a linear phase -----------------------------------------------------------------------------
 
-__device__ inline float4 fresh4(const float* from) {
-  return __ldcg(reinterpret_cast<const float4*>(from));
-}
-
-// Eight neighbouring numbers.
-struct Eight {
-  float v[8];
-  // From four of them, the first in the lower half of the warp and the last in the upper one.
-  __device__ void share(float4 own) {
-    const bool last = threadIdx.x % 32 >= 16;
-    const float own_four[4] = {own.x, own.y, own.z, own.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float other = __shfl_xor_sync(0xffffffffu, own_four[i], 16);
-      v[i] = last ? other : own_four[i];
-      v[4 + i] = last ? own_four[i] : other;
-    }
-  }
-};
-
-// 1 / rms of each token's groups of columns.
-__device__ inline void find_scales(const LinearPhase& l, Shared& shared) {
-  const int norms = l.in / l.group, runs = l.group / kRun;
-  const int token = threadIdx.x / kNormsMost, norm = threadIdx.x % kNormsMost;
-  if (token >= kTokensMost || norm >= norms) return;
-  const float* squares = shared.squares + token * kSquares + norm * runs;
-  float sum = 0;
-#pragma unroll 4
-  for (int i = 0; i < runs; ++i) sum += squares[i];
-  shared.scales[threadIdx.x] = 1.0f / sqrtf(sum / float(l.group) + l.eps);
-}
-
-// A warp's columns of x: of its run r, kWarps * r + warp, a lane has eight of one token. Lanes of
-// the lower half keep the high bf16 halves, the others the low ones.
-template <int kRuns>
+// x of a stage's columns. A thread reads four neighbouring columns of each token, a warp 128; as
+// bf16 halves, they go to the lanes that multiply by them through shared memory. There a warp has
+// every kWarps-th run of 32, a lane eight of a run of one token: lanes of the lower half the high
+// bf16 halves, the others the low ones.
 struct Columns {
-  uint32_t half[kRuns][4];
+  Me me;
+  uint4 half[kStageRuns];
+  float4 four[kTokensMost];  // the thread's own
 
-  __device__ static int column(int r) {
-    return (r * kWarps + int(threadIdx.x) / 32) * kRun + threadIdx.x % 4 * 8;
+  __device__ int own_token() const { return me.thread % 16 / 4; }
+  // The first of the four; beyond the last column something else that is there and is not used.
+  __device__ int own(int in) const { return me.thread * 4 < in ? me.thread * 4 : 0; }
+  __device__ static int64_t row_of(const LinearPhase& l, int token) {
+    return l.index == nullptr ? token : l.index[token];
   }
-  __device__ static int own_token() { return threadIdx.x % 16 / 4; }
-  __device__ static bool keeps_low() { return threadIdx.x % 32 >= 16; }
+  __device__ const float* place(const LinearPhase& l, int token, int column) const {
+    return l.x + row_of(l, token) * l.x_stride + column + own(l.in - column);
+  }
 
-  __device__ void keep(int r, const Eight& x, bool keep_low) {
+  // All loads are on their way before the first is waited for.
+  __device__ void ask(const LinearPhase& l, int column) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t high, low;
-      split(x.v[2 * i], x.v[2 * i + 1], high, low);
-      half[r][i] = !keeps_low() ? high : keep_low ? low : 0;
+    for (int t = 0; t < kTokensMost; ++t) {
+      if (t < l.tokens) four[t] = look4(place(l, t, column));
     }
   }
-
-  // The lane's four of a token's eight numbers of a run. Without a branch, so that all loads are on
-  // their way before the first is waited for; what lies beyond the columns is not used.
-  __device__ static float4 own_four(const float* x, int r, int in) {
-    return fresh4(x + (column(r) < in ? column(r) + (keeps_low() ? 4 : 0) : 0));
+  // The first of the tokens that are left, once it is there.
+  __device__ float4 take(const LinearPhase& l, int token, int column) {
+    float4 x = four[0];
+    for (int turn = 0; l.x_left && !written(x); count_turn(turn)) {
+      x = look4(place(l, token, column));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int t = 0; t + 1 < kTokensMost; ++t) four[t] = four[t + 1];
+    return x;
+  }
+  // A token's columns to the lanes that multiply by them, and the first one's also to those without
+  // a token, whose sums nothing stores. `first`: all warps are known to have read what was there.
+  __device__ void share(const LinearPhase& l, int token, float4 x, bool first) {
+    uint2 high, low;
+    split(x, high, low);
+    if (!l.keep_low) low = {0, 0};
+    auto& halves = shared_memory().halves;
+    if (!first) barrier_among<kAll>(kComputing);  // they are read
+    reinterpret_cast<uint2*>(halves[0])[me.thread] = high;
+    reinterpret_cast<uint2*>(halves[1])[me.thread] = low;
+    barrier_among<kAll>(kComputing);  // all halves are there
+    if ((own_token() < l.tokens ? own_token() : 0) != token) return;
+    const auto* from = reinterpret_cast<const uint4*>(halves[me.lane() / 16]) + me.warp() * 4 +
+                       me.lane() % 4;
+#pragma unroll
+    for (int r = 0; r < kStageRuns; ++r) half[r] = from[r * kWarps * kRun / 8];
   }
 
   // As they lie.
-  __device__ void load(const LinearPhase& l, Walk& walk) {
-    if (l.waits) meet(walk);
-    // Lanes without a token compute the first one's sums again, which nothing stores.
-    const int token = own_token() < l.tokens ? own_token() : 0;
-    const float* x = l.x + int64_t(token) * l.x_stride;
-    float4 four[kRuns];
-#pragma unroll
-    for (int r = 0; r < kRuns; ++r) four[r] = own_four(x, r, l.in);
-#pragma unroll
-    for (int r = 0; r < kRuns; ++r) {
-      Eight eight;
-      eight.share(four[r]);
-      keep(r, eight, walk.keep_low);
+  __device__ void load(const LinearPhase& l, int column, bool first) {
+#pragma unroll 1
+    for (int t = 0; t < l.tokens; ++t) {
+      share(l, t, take(l, t, column), first && t == 0);
     }
   }
 
-  // Normed; the weights are read before the others are done, and the gate with x.
+  // 1 / rms of the group of columns that the thread's belong to.
+  __device__ float scale_of(const LinearPhase& l, int token, const float4& x) const {
+    float sum = me.thread * 4 < l.in ? delta::dot(x, x) : 0.0f;
+#pragma unroll 1
+    for (int step = l.norm_lanes / 2; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    }
+    if (l.norm_warps > 1) {
+      float* const squares = shared_memory().squares[token % 2];
+      if (me.lane() == 0) squares[me.warp()] = sum;
+      barrier_among<kAll>(kComputing);  // all squares are there
+      const int mask = l.norm_warps - 1;
+      sum = squares[(me.warp() & ~mask) + (me.lane() & mask)];
+#pragma unroll 1
+      for (int step = l.norm_warps / 2; step > 0; step /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, step);
+      }
+    }
+    return rsqrtf(sum * l.share + l.eps);
+  }
+
+  // Normed. The weights and the gate are there before x is.
   __device__ void load_normed(const LinearPhase& l, Walk& walk) {
-    const int token = own_token();
-    float4 factor[kRuns];  // of the lane's four
-    int norm[kRuns];
-#pragma unroll
-    for (int r = 0; r < kRuns; ++r) {
-      const int own = column(r) + (keeps_low() ? 4 : 0);
-      norm[r] = own < l.in ? own / l.group : 0;
-      const float* weight = l.weight + (own < l.in ? own - norm[r] * l.group : 0);
-      factor[r] = *reinterpret_cast<const float4*>(weight);
-    }
-    if (l.waits) meet(walk);
-    const bool valid = token < l.tokens;
-    const int mine = valid ? token : 0;  // as in load()
-    const int64_t from = l.index == nullptr ? mine : l.index[mine];
-    const float* x = l.x + from * l.x_stride;
-    const float* gate = l.gate == nullptr ? nullptr : l.gate + from * l.gate_stride;
-    float4 four[kRuns];
-#pragma unroll
-    for (int r = 0; r < kRuns; ++r) four[r] = own_four(x, r, l.in);
-    if (gate != nullptr) {
-#pragma unroll
-      for (int r = 0; r < kRuns; ++r) {
-        factor[r] = delta::times(factor[r], own_four(gate, r, l.in));
+    const int in_group = own(l.in) - (own(l.in) / kRun * l.groups_a_run >> 16) * l.group;
+    const auto weight = *reinterpret_cast<const float4*>(l.weight + in_group);
+    const float* const gate = l.gate + own(l.in);
+    float4 next = l.gate == nullptr ? weight : look4(gate);
+    ask(l, 0);
+    const bool late = walk.late;
+    const Late history = late ? shared_memory().late[me.thread] : Late{};
+    walk.late = false;
+#pragma unroll 1
+    for (int t = 0; t < l.tokens; ++t) {
+      float4 factor = weight;
+      if (l.gate != nullptr) {
+        const float* const here = gate + t * l.gate_stride;
+        for (int turn = 0; !written(next); count_turn(turn)) next = look4(here);
+        factor = delta::times(weight, next);
+        if (t + 1 < l.tokens) next = look4(here + l.gate_stride);
+      }
+      float4 x = take(l, t, 0);
+      const float scale = scale_of(l, t, x);
+      x = {x.x * scale * factor.x, x.y * scale * factor.y, x.z * scale * factor.z,
+           x.w * scale * factor.w};
+      share(l, t, x, t == 0);
+      if (l.normed != nullptr && blockIdx.x + 1 == gridDim.x && me.thread * 4 < l.in) {
+        *reinterpret_cast<float4*>(l.normed + t * l.normed_stride + own(l.in)) = x;
       }
     }
-    float* squares = walk.shared.squares + token * kSquares;
-#pragma unroll
-    for (int r = 0; r < kRuns; ++r) {
-      float sum = sum_over_lanes<4>(delta::dot(four[r], four[r]));
-      sum += __shfl_xor_sync(0xffffffffu, sum, 16);
-      if (threadIdx.x % 4 == 0) squares[column(r) / kRun] = sum;
-    }
-    barrier_among<kAll>(kComputing);  // all squares are there
-    find_scales(l, walk.shared);
-    barrier_among<kAll>(kComputing);  // all scales are there
-    const bool writes = l.normed != nullptr && blockIdx.x + 1 == gridDim.x && valid;
-#pragma unroll
-    for (int r = 0; r < kRuns; ++r) {
-      const float scale = walk.shared.scales[token * kNormsMost + norm[r]];
-      const float4 f = factor[r], x4 = four[r];
-      four[r] = {x4.x * scale * f.x, x4.y * scale * f.y, x4.z * scale * f.z, x4.w * scale * f.w};
-      if (writes && column(r) < l.in) {
-        *reinterpret_cast<float4*>(l.normed + int64_t(token) * l.normed_stride + column(r) +
-                                   (keeps_low() ? 4 : 0)) = four[r];
-      }
-      Eight eight;
-      eight.share(four[r]);
-      keep(r, eight, walk.keep_low);
-    }
+    // The block has seen every answer of the mixer before, so no block reads the history again.
+    if (late) write_history(history);
   }
 };
 
@@ -217,48 +221,52 @@ __device__ inline void multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint3
 #endif
 }
 
-// One tile, from the ring: this warp's columns of eight rows.
-template <int kRuns>
-__device__ inline float2 multiply_tile(const LinearPhase& l, Walk& walk,
-                                       const Columns<kRuns>& x) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t full = shared_address(walk.shared.full), free = shared_address(walk.shared.free);
+// Where a lane finds its weights.
+struct Weights {
+  const char* first;  // in the ring's first stage
+  uint32_t full, free;
+
+  __device__ explicit Weights(Me me) {
+    Shared& shared = shared_memory();
+    first = shared.ring + me.lane() / 4 * kPitch + me.warp() * kRun * 2 + me.lane() % 4 * 16;
+    full = shared_address(shared.full);
+    free = shared_address(shared.free);
+  }
+};
+
+// One stage of a tile: `runs` runs of this warp's columns of eight rows.
+struct Sums {
   float even[4] = {}, odd[4] = {};
+
+  __device__ void add(const Weights& weights, Walk& walk, const Columns& x, int runs) {
+    const char* from = weights.first + walk.stage * kStageBytes;
+    barrier_wait(weights.full + 8 * walk.stage, walk.parity);
+    uint4 w[kStageRuns];
 #pragma unroll
-  for (int first = 0; first < kRuns; first += kStageRuns) {
-    if (first * kWarps * kRun >= l.in) break;
-    const char* stage = walk.shared.ring + walk.stage * kStageBytes + lane / 4 * kPitch +
-                        warp * kRun * 2 + lane % 4 * 16;
-    barrier_wait(full + 8 * walk.stage, walk.parity);
-    const int left = (l.in / kRun - first * kWarps - warp + kWarps - 1) / kWarps;  // runs
-    const auto add = [&](int j, const uint4& w) {
-      multiply(even, x.half[first + j][0], x.half[first + j][1], w.x, w.y);
-      multiply(odd, x.half[first + j][2], x.half[first + j][3], w.z, w.w);
-    };
-    const auto weights = [&](int j) {
-      return *reinterpret_cast<const uint4*>(stage + j * kWarps * kRun * 2);
-    };
-    if (left >= min(kStageRuns, kRuns - first)) {  // without a branch between them
-      uint4 w[kStageRuns];
+    for (int j = 0; j < kStageRuns; ++j) {
+      w[j] = {0, 0, 0, 0};
+      if (j < runs) w[j] = *reinterpret_cast<const uint4*>(from + j * kWarps * kRun * 2);
+    }
 #pragma unroll
-      for (int j = 0; j < kStageRuns && first + j < kRuns; ++j) w[j] = weights(j);
-#pragma unroll
-      for (int j = 0; j < kStageRuns && first + j < kRuns; ++j) add(j, w[j]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kStageRuns && first + j < kRuns; ++j) {
-        if (j < left) add(j, weights(j));
-      }
+    for (int j = 0; j < kStageRuns; ++j) {
+      multiply(even, x.half[j].x, x.half[j].y, w[j].x, w[j].y);
+      multiply(odd, x.half[j].z, x.half[j].w, w[j].z, w[j].w);
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(free + 8 * walk.stage);
+    if (x.me.lane() == 0) barrier_arrive(weights.free + 8 * walk.stage);
     walk.next_stage();
   }
-  return {even[0] + odd[0], even[1] + odd[1]};
-}
+  // A lane of the lower half of the warp leaves two rows' sums of a token.
+  __device__ void leave_in(float* sums, Me me) const {
+    float2 sum{even[0] + odd[0], even[1] + odd[1]};  // of high or of low halves
+    sum.x += __shfl_xor_sync(0xffffffffu, sum.x, 16);
+    sum.y += __shfl_xor_sync(0xffffffffu, sum.y, 16);
+    if (me.lane() < 16) *reinterpret_cast<float2*>(sums + me.lane() * 2) = sum;
+  }
+};
 
 __device__ inline float bias_of(const LinearPhase& l, int row) {
-#pragma unroll
+#pragma unroll 1
   for (int s = 0; s < kSlabs; ++s) {
     if (row < l.slab[s].rows) return l.slab[s].bias == nullptr ? 0.0f : l.slab[s].bias[row];
     row -= l.slab[s].rows;
@@ -266,66 +274,96 @@ __device__ inline float bias_of(const LinearPhase& l, int row) {
   return 0;
 }
 
-// Adds the warps' sums of `count` tiles and stores what becomes of them. Sums of a tile:
-// [high, low][token][row].
-__device__ inline void store_tiles(const LinearPhase& l, const float* sums, int first, int count) {
-  const int o = threadIdx.x;
-  constexpr int kOutputs = kTileRows * kTokensMost;  // of a tile
-  const int tile = first + o / kOutputs * int(gridDim.x);
-  const int token = o / kTileRows % kTokensMost, i = o % kTileRows;
-  const int row = row_of_tile(l, tile, i);
-  const bool valid = o / kOutputs < count && token < l.tokens && row < l.rows;
-  float* y = l.y + int64_t(token) * l.y_stride + row;
-  float value = valid && l.accumulate ? __ldcg(y) : 0.0f;
-  if (valid) value += bias_of(l, row);
-  barrier_among<kAll>(kComputing);  // every warp's sums are there
-  if (o >= kBatch * kOutputs) return;
-  const float* from = sums + o / kOutputs * kTileSums + o % kOutputs;
-  float high = 0, low = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    high += from[w * kSums];
-    low += from[w * kSums + kOutputs];
+// A thread's output of a batch of tiles; batches go round the pairs of warps.
+struct Output {
+  int o = -1;  // among the batch's; -1: none
+  int token = 0, row = 0;
+  bool valid = false;
+  float bias = 0, old = 0;  // what is added: asked for before the products are there
+
+  __device__ Output(const LinearPhase& l, Me me, int first, int batch) {
+    o = me.thread - batch * kBatchOutputs % kComputing;
+    if (o < 0 || o >= kBatchOutputs) return;
+    const int tile = first + o / kOutputs * int(gridDim.x);
+    token = o / kTileRows % kTokensMost;
+    row = row_of_tile(l, tile, o % kTileRows);
+    valid = tile < tiles_of(l) && token < l.tokens && row < l.rows;
+    if (!valid) return;
+    if (l.biased) bias = bias_of(l, row);
+    if (l.base != nullptr) old = look(base(l));
   }
-  value += high + low;
-  if (row >= l.activated && row < l.activated_end) {
-    const float open = sigmoid(value);
+  __device__ const float* base(const LinearPhase& l) const {
+    return l.base + int64_t(token) * l.base_stride + row;
+  }
+  __device__ float before(const LinearPhase& l) const {
+    return bias + (valid && l.base_left && !written(old) ? await(base(l)) : old);
+  }
+};
+
+// Adds the warps' sums of a batch of tiles and stores what becomes of them. Sums of a tile:
+// [token][row].
+__device__ inline void store_tiles(const LinearPhase& l, const float* sums, const Output& out) {
+  barrier_among<kAll>(kComputing);  // every warp's sums are there
+  if (out.o < 0 || out.o >= kBatchOutputs) return;
+  const float* from = sums + out.o;
+  float even = 0, odd = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; w += 2) {
+    even += from[w * kBatchOutputs];
+    odd += from[(w + 1) * kBatchOutputs];
+  }
+  float value = out.before(l) + (even + odd);
+  if (out.row >= l.activated && out.row < l.activated_end) {
+    const float open = quick_sigmoid(value);
     value = l.activation == Activation::Silu ? value * open : open;
   }
   if (l.paired) {
     const float up = __shfl_xor_sync(0xffffffffu, value, 4);
-    value = value * sigmoid(value) * up;
-    if (valid && i < 4) *y = value;
-  } else if (valid) {
-    *y = value;
+    value = value * quick_sigmoid(value) * up;
   }
+  if (!out.valid || (l.paired && out.o % kTileRows >= 4)) return;
+  if (l.left != nullptr) leave(l.left + out.token * l.left_stride + out.row, value);
+  if (l.y != nullptr) l.y[int64_t(out.token) * l.y_stride + out.row] = value;
 }
 
-template <int kRuns>
-__device__ inline void multiply_all(const LinearPhase& l, Walk& walk, const Columns<kRuns>& x) {
-  const int tiles = tiles_of(l), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int batch = 0, turn = 0, first = 0;
-  for (int tile = walk.first_tile(); tile < tiles; tile += gridDim.x) {
-    if (batch == 0) first = tile;
-    const float2 sum = multiply_tile(l, walk, x);
-    float* to = walk.shared.sums[turn] + warp * kSums + batch * kTileSums;
-    *reinterpret_cast<float2*>(to + lane * 2) = sum;
-    ++batch;
-    if (batch < kBatch && tile + int(gridDim.x) < tiles) continue;
-    store_tiles(l, walk.shared.sums[turn], first, batch);
-    batch = 0;
-    turn ^= 1;
+// x of several stages is read again for each batch; the next stage's is asked for before the
+// products of this one's.
+__device__ inline void multiply_all(const LinearPhase& l, Walk& walk, Columns& x) {
+  const int tiles = tiles_of(l), in = l.in, blocks = gridDim.x, warp = x.me.warp();
+  const bool whole = in <= kStageColumns;  // x is here
+  const Weights weights(x.me);
+  if (!whole) x.ask(l, 0);
+  int batch = 0;
+#pragma unroll 1
+  for (int tile = walk.first_tile(); tile < tiles; tile += kBatch * blocks, ++batch) {
+    const Output out(l, x.me, tile, batch);
+    const bool two = tile + blocks < tiles;
+    Sums first, second;
+#pragma unroll 1
+    for (int column = 0; column < in; column += kStageColumns) {
+      const int runs = ((in - column) / kRun - warp + kWarps - 1) / kWarps;
+      if (!whole) {
+        x.load(l, column, batch == 0 && column == 0);
+        x.ask(l, column + kStageColumns < in ? column + kStageColumns : 0);
+      }
+      first.add(weights, walk, x, runs);
+      if (two) second.add(weights, walk, x, runs);
+    }
+    float* const sums = shared_memory().sums[batch % 2];
+    first.leave_in(sums + warp * kBatchOutputs, x.me);
+    second.leave_in(sums + warp * kBatchOutputs + kOutputs, x.me);
+    store_tiles(l, sums, out);
   }
   walk.tiles += tiles;
 }
 
-template <int kRuns>
 __device__ inline void run_linear(const LinearPhase& l, Walk& walk) {
-  Columns<kRuns> x;
-  if (kRuns <= kStageRuns && l.group > 0) {
-    if constexpr (kRuns <= kStageRuns) x.load_normed(l, walk);
-  } else {
-    x.load(l, walk);
+  Columns x{.me = find_me()};
+  if (l.group > 0) {
+    x.load_normed(l, walk);
+  } else if (l.in <= kStageColumns) {
+    x.ask(l, 0);
+    x.load(l, 0, true);
   }
   multiply_all(l, walk, x);
 }

@@ -15,21 +15,37 @@ __device__ inline int slices_of(const DeltaMix& op) {
   return slices;
 }
 
-// The new history of one channel of one row, to be written when all have read the old one.
-__device__ inline Late new_history(const DeltaMix& op) {
+// The new history of one channel of one row, to be written when all have read the old one: runs of
+// 32 go round the blocks, so that each has one or two warps' worth.
+__device__ inline Late new_history(const DeltaMix& op, const RowPlace* rows, Me me) {
   const int keys = op.key_heads * op.key_dim, values = op.value_heads * op.value_dim;
   const int channels = 2 * keys + values;
-  const int mine = int(blockIdx.x) * kComputing + int(threadIdx.x);
+  const int mine = (me.warp() * int(gridDim.x) + int(blockIdx.x)) * 32 + me.lane();
+  if (mine >= op.rows.count * channels) return {};
   const int row = mine / channels, c = mine % channels;
-  if (row >= op.rows.count || op.rows.slot[row] == kPadding) return {};
-  const Acts in = c < keys ? op.q : c < 2 * keys ? op.k : op.v;
-  const int column = c < keys ? c : c < 2 * keys ? c - keys : c - 2 * keys;
-  const bool starts = op.rows.first[row] == 0;
-  float* past = at(op.history, op.rows.slot[row]) + c;
-  return {past,
-          {starts ? 0.0f : past[channels], starts ? 0.0f : past[2 * channels],
-           __ldcg(at(in, op.rows.begin[row]) + column)},
-          channels};
+  if (rows[row].slot == kPadding) return {};
+  const int which = int(c >= keys) + int(c >= 2 * keys);
+  const Acts& in = *(which == 0 ? &op.q : which == 1 ? &op.k : &op.v);
+  float* past = at(op.history, rows[row].slot) + c;
+  const bool fresh = rows[row].fresh;
+  const float second = fresh ? 0.0f : past[channels], third = fresh ? 0.0f : past[2 * channels];
+  return {past, {second, third, await(at(in, rows[row].begin) + c - which * keys)}, channels};
+}
+
+// A head's vectors, of one token, in shared memory; keys and queries without their norm.
+struct Head {
+  float q[kKeysMost], k[kKeysMost], decay[kKeysMost], erase[kKeysMost], v[kValuesMost];
+  float sums[2][kKeysMost / 32];  // of q's and k's numbers or their squares, each of 32 channels
+};
+static_assert(sizeof(Head) <= sizeof(Shared::head));
+
+// A head's norm of q or k.
+__device__ inline float scale_of(QkNorm norm, const float* sums, int K) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kKeysMost / 32; ++i) sum += i < K / 32 ? sums[i] : 0.0f;
+  if (norm == QkNorm::L2Max) return 1.0f / fmaxf(sqrtf(sum), 1e-6f);
+  return norm == QkNorm::L2 ? rsqrtf(sum + 1e-6f) : 1.0f / sum;
 }
 
 // The state's rows first, first + kWarps ... of a warp: a lane has four neighbouring keys of each.
@@ -37,37 +53,36 @@ struct StateRows {
   static constexpr int kRows = 2;
   float4 held[kRows];
 
-  __device__ static int key() { return threadIdx.x % 32 * 4; }
-
   // Without a branch; rows beyond the last one read that again.
-  __device__ void load(const float* state, int first, int values, int K, bool starts) {
+  __device__ void load(const float* state, int first, int values, int K, int key, bool starts) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int v = min(first + r * kWarps, values - 1);
-      held[r] = *reinterpret_cast<const float4*>(state + int64_t(v) * K + min(key(), K - 4));
+      held[r] = *reinterpret_cast<const float4*>(state + v * K + min(key, K - 4));
+      if (starts || key >= K) held[r] = {0, 0, 0, 0};
     }
-    if (!starts && key() < K) return;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) held[r] = {0, 0, 0, 0};
   }
 
-  __device__ void step(const DeltaMix& op, const delta::Vectors& x, float* state, int first,
-                       int values, float k_scale, float q_scale, float* out) {
-    const int K = op.key_dim;
+  // With S the decayed state, o = q (S + u k) = q S + u (q k): no sum waits for another one.
+  __device__ void step(const Head& head, float* state, int first, int values, int K, int key,
+                       float k_scale, float q_scale, float* out) {
     const auto own = [&](const float* vector) {
-      return key() < K ? *reinterpret_cast<const float4*>(vector + key()) : float4{0, 0, 0, 0};
+      return key < K ? *reinterpret_cast<const float4*>(vector + key) : float4{0, 0, 0, 0};
     };
-    const float4 decay = own(x.decay), erase = own(x.erase), k = own(x.k), q = own(x.q);
+    const float4 decay = own(head.decay), erase = own(head.erase), k = own(head.k),
+                 q = own(head.q);
+    const float qk = sum_over_lanes(delta::dot(q, k));
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int v = first + r * kWarps;
       if (v >= values) return;
       held[r] = delta::times(held[r], decay);
       const float recalled = k_scale * sum_over_lanes(delta::dot(held[r], erase));
-      held[r] = delta::plus(held[r], (x.v[v] - recalled) * k_scale, k);
-      const float answer = sum_over_lanes(delta::dot(held[r], q)) * q_scale;
-      if (key() < K) *reinterpret_cast<float4*>(state + int64_t(v) * K + key()) = held[r];
-      if (threadIdx.x % 32 == 0) out[v] = answer;
+      const float answer = sum_over_lanes(delta::dot(held[r], q));
+      const float u = (head.v[v] - recalled) * k_scale;
+      if (key == 0) leave(out + v, (answer + u * qk) * q_scale);
+      held[r] = delta::plus(held[r], u, k);
+      if (key < K) *reinterpret_cast<float4*>(state + v * K + key) = held[r];
     }
   }
 };
@@ -93,7 +108,7 @@ __device__ inline void prefetch(const float* from, int count) {
 }
 
 // What this block's first unit reads that no phase writes.
-__device__ inline void prefetch_mix(const DeltaMix& op) {
+__device__ inline void prefetch_unit(const DeltaMix& op) {
   const int slices = slices_of(op), values = op.value_dim / slices, K = op.key_dim;
   if (int(blockIdx.x) >= op.rows.count * op.value_heads * slices) return;
   const Unit unit = Unit::of(op, slices, blockIdx.x);
@@ -116,62 +131,149 @@ __device__ inline void prefetch_mix(const DeltaMix& op) {
   }
 }
 
-__device__ inline void run_mix(const DeltaMix& op, Walk& walk) {
-  const int slices = slices_of(op), values = op.value_dim / slices, K = op.key_dim;
-  const int units = op.rows.count * op.value_heads * slices, warp = threadIdx.x / 32;
-  const int all = 2 * K + values, group = op.value_heads / op.key_heads;
-  const delta::Vectors x = delta::vectors(op, values, walk.shared.vectors);
-  Late late;
-  for (int u = blockIdx.x; u < units || u < int(gridDim.x); u += gridDim.x) {
-    const bool met = u >= int(gridDim.x);  // before an earlier unit
+// And what new_history() reads, of the first two rounds of runs.
+__device__ inline void prefetch_mix(const DeltaMix& op) {
+  prefetch_unit(op);
+  const int channels =
+      2 * op.key_heads * op.key_dim + op.value_heads * op.value_dim;
+  const int lane = threadIdx.x % 32, h = lane % 2 + 1;
+  if (lane >= 4) return;
+  const int mine = (lane / 2 * int(gridDim.x) + int(blockIdx.x)) * 32, row = mine / channels;
+  if (row >= op.rows.count || op.rows.slot[row] == kPadding) return;
+  prefetch_line(at(op.history, op.rows.slot[row]) + int64_t(h) * channels + mine % channels);
+}
+
+// Where a unit is.
+struct UnitPlace {
+  int key_head, value_head, decay_head;
+  int first_value, values;  // of all heads' values, the unit's
+  int begin;                // its token
+  bool fresh;
+  const float* history;     // the row's
+  int channels;             // of one history entry
+};
+
+// One of a unit's channels: of q below key_dim, of k below 2 key_dim, then of v. What it reads is
+// asked for at once; what other phases leave is waited for last.
+struct Input {
+  float x;                      // convolved
+  float gate, beta, shift, a;   // the decay's, erase's or write's logit; beta's; the decay's more
+
+  __device__ Input(const DeltaMix& op, const UnitPlace& place, int i) {
+    const int K = op.key_dim, which = int(i >= K) + int(i >= 2 * K);
+    const int column = which < 2 ? place.key_head * K + i - which * K
+                                 : place.first_value + i - 2 * K;
+    const Acts& from = *(which == 0 ? &op.q : which == 1 ? &op.k : &op.v);
+    const float* const now = from.data + place.begin * from.stride + column;
+    const float* const taps = *(which == 0 ? &op.conv_q : which == 1 ? &op.conv_k : &op.conv_v);
+    const float* const biases =
+        *(which == 0 ? &op.conv_q_bias : which == 1 ? &op.conv_k_bias : &op.conv_v_bias);
+    const float* const past = place.history + which * op.key_heads * K + column;
+    const float4 tap = *reinterpret_cast<const float4*>(taps + column * 4);
+    const float first = place.fresh ? 0.0f : past[0];
+    const float second = place.fresh ? 0.0f : past[place.channels];
+    const float third = place.fresh ? 0.0f : past[2 * place.channels];
+    const bool decays = which == 0 && op.decay != Decay::None;
+    const Acts& gates = *(which == 0 ? &op.decay_in : which == 1 ? &op.erase : &op.write);
+    int gate_column = column;
+    shift = a = 0;
+    if (decays) {
+      gate_column = op.decay == Decay::PerHead ? place.decay_head : place.decay_head * K + i;
+      shift = op.dt_bias[gate_column];
+      a = op.decay_a[place.decay_head];
+    }
+    const bool gated = gates.data != nullptr && (which > 0 || decays);
+    const float* const gate_at = gates.data + place.begin * gates.stride + gate_column;
+    const float* const beta_at = op.beta.data + place.begin * op.beta.stride + place.value_head;
+    const float bias = biases == nullptr ? 0.0f : biases[column];
+    float newest;
+    gate = beta = 0;
+#pragma unroll 1
+    for (int turn = 0;; count_turn(turn)) {
+      newest = look(now);
+      if (gated) gate = look(gate_at);
+      if (op.beta.data != nullptr) beta = look(beta_at);
+      if (written(newest) && written(gate) && written(beta)) break;
+    }
+    x = bias + tap.x * first + tap.y * second + tap.z * third + tap.w * newest;
+  }
+};
+
+__device__ inline void make_channel(const DeltaMix& op, const UnitPlace& place, int i,
+                                    Head& head) {
+  const int K = op.key_dim;
+  const Input in(op, place, i);
+  const Activation activation = i < 2 * K ? op.qk_activation : Activation::Silu;
+  const float x = activation == Activation::Silu ? in.x * quick_sigmoid(in.x)
+                                                 : apply(activation, in.x);
+  const float gate = quick_sigmoid(in.gate);
+  const float beta = op.beta_scale * (op.beta.data == nullptr ? 1.0f : quick_sigmoid(in.beta));
+  if (i >= 2 * K) {
+    head.v[i - 2 * K] = x * (op.write.data == nullptr ? beta : gate);
+    return;
+  }
+  __syncwarp();
+  const bool is_k = i >= K;
+  const float sum = sum_over_lanes(op.qk_norm == QkNorm::Sum ? x : x * x);
+  if (i % 32 == 0) head.sums[is_k][(is_k ? i - K : i) / 32] = sum;
+  if (is_k) {
+    head.k[i - K] = x;
+    head.erase[i - K] = x * (op.erase.data == nullptr ? beta : op.beta_scale * gate);
+  } else {
+    head.q[i] = x;
+    head.decay[i] = delta::decay_of(op, in.a, in.gate + in.shift);
+  }
+}
+
+// One unit: its vectors, its part of the state, its answers.
+__device__ inline void run_unit(const DeltaMix& op, const Unit& unit, const RowPlace& row,
+                                int values, Me me, Head& head) {
+  const int K = op.key_dim, warp = me.warp(), all = 2 * K + values, key = me.lane() * 4;
+  const UnitPlace place{
+      .key_head = unit.head / (op.value_heads / op.key_heads),
+      .value_head = unit.head,
+      .decay_head = unit.head * op.decay_heads / op.value_heads,
+      .first_value = unit.head * op.value_dim + unit.slice * values,
+      .values = values,
+      .begin = row.begin,
+      .fresh = row.fresh,
+      .history = at(op.history, row.slot),
+      .channels = 2 * op.key_heads * K + op.value_heads * op.value_dim};
+  float* const state = at(op.state, row.slot) + int64_t(place.first_value) * K;
+  StateRows rows, next;
+  rows.load(state, warp, values, K, key, place.fresh);
+#pragma unroll 1
+  for (int i = me.thread; i < all; i += kComputing) make_channel(op, place, i, head);
+  barrier_among<kAll>(kComputing);  // the vectors are there
+  const float k_scale = scale_of(op.qk_norm, head.sums[1], K);
+  const float q_scale = scale_of(op.qk_norm, head.sums[0], K) * rsqrtf(float(K));
+  float* const out = at(op.out, place.begin) + place.first_value;
+#pragma unroll 1
+  for (int v = warp; v < values; v += kWarps * StateRows::kRows) {
+    const int after = v + kWarps * StateRows::kRows;
+    if (after < values) next.load(state, after, values, K, key, place.fresh);
+    rows.step(head, state, v, values, K, key, k_scale, q_scale, out);
+    rows = next;
+  }
+}
+
+__device__ inline void run_mix(const DeltaMix& op, const RowPlace* rows) {
+  const Me me = find_me();
+  const int slices = slices_of(op), values = op.value_dim / slices;
+  const int units = op.rows.count * op.value_heads * slices;
+#pragma unroll 1
+  for (int u = blockIdx.x; u < units; u += gridDim.x) {
     const Unit unit = Unit::of(op, slices, u);
-    const Slot slot = u < units ? op.rows.slot[unit.row] : kPadding;
-    if (slot == kPadding) {
-      if (met) continue;
-      meet(walk);
-      late = new_history(op);
+    const RowPlace& row = rows[unit.row];
+    if (row.slot == kPadding) {  // nobody needs its answers, but they are waited for
+      float* out = at(op.out, row.begin) + unit.head * op.value_dim + unit.slice * values;
+      for (int v = me.thread; v < values; v += kComputing) leave(out + v, 0);
       continue;
     }
-    const int begin = op.rows.begin[unit.row];
-    const delta::Place place{
-        .key_head = unit.head / group,
-        .value_head = unit.head,
-        .decay_head = unit.head * op.decay_heads / op.value_heads,
-        .value0 = unit.slice * values,
-        .values = values,
-        .token = 0,
-        .begin = begin,
-        .fresh = op.rows.first[unit.row] == 0,
-        .history = op.history.data == nullptr ? nullptr : at(op.history, slot),
-        .channels = 2 * int64_t(op.key_heads) * K + int64_t(op.value_heads) * op.value_dim};
-    float* state =
-        at(op.state, slot) + (int64_t(unit.head) * op.value_dim + place.value0) * K;
-    StateRows rows, next;
-    rows.load(state, warp, values, K, place.fresh);
-#pragma unroll 1
-    for (int first = threadIdx.x; first - int(threadIdx.x) < all; first += kComputing) {
-      delta::Pass<4, kComputing, 1> pass;
-      pass.load_kept(op, place, first);
-      const bool meets = !met && first < kComputing;
-      if (meets) meet(walk);
-      pass.load_new(op, place, first);
-      if (meets) late = new_history(op);
-      pass.make(op, place, first, x, false);
-    }
-    barrier_among<kAll>(kComputing);  // the vectors are there
-    const float k_scale = delta::head_scale(op.qk_norm, x.k, K);
-    const float q_scale = delta::head_scale(op.qk_norm, x.q, K) / sqrtf(float(K));
-    float* out = at(op.out, begin) + int64_t(unit.head) * op.value_dim + place.value0;
-#pragma unroll 1
-    for (int v = warp; v < values; v += kWarps * StateRows::kRows) {
-      next.load(state, v + kWarps * StateRows::kRows, values, K, place.fresh);
-      rows.step(op, x, state, v, values, k_scale, q_scale, out);
-      rows = next;
-    }
+    run_unit(op, unit, row, values, me, *reinterpret_cast<Head*>(shared_memory().head));
     barrier_among<kAll>(kComputing);  // the vectors may be overwritten
   }
-  walk.shared.late[threadIdx.x] = late;
-  walk.late = true;
+  shared_memory().late[me.thread] = new_history(op, rows, me);
 }
 
 }  // namespace weir::cuda::resident

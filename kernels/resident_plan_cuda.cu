@@ -13,14 +13,6 @@ bool aligned(const Acts& acts) { return aligned(acts.data) && acts.stride % 4 ==
 bool same(const Acts& a, const Acts& b) { return a.data == b.data && a.stride == b.stride; }
 bool fits(const Acts& acts) { return acts.stride * kTokensMost < (int64_t(1) << 31); }
 
-// What lies between the first and the last number of some vectors.
-struct Span {
-  const float *begin, *end;
-  Span(const float* data, int64_t stride, int tokens, int64_t dim)
-      : begin(data), end(data + stride * (tokens - 1) + dim) {}
-  bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
-};
-
 // The op at `i`, if it is one of these.
 class Ops {
  public:
@@ -35,7 +27,7 @@ class Ops {
   int count_;
 };
 
-// The parts as slabs; false: more of them, or others, than the kernel knows.
+// The parts as slabs; false: the kernel does not know such.
 bool find_slabs(const Linear& op, LinearPhase& phase) {
   int slab = -1;
   const char* end = nullptr;
@@ -45,9 +37,9 @@ bool find_slabs(const Linear& op, LinearPhase& phase) {
     if (part.dtype != DType::BF16 || !aligned(part.data)) return false;
     const bool joins = part.data == end && op.bias[p] == nullptr && slab >= 0 &&
                        phase.slab[slab].bias == nullptr;
-    if (!joins && ++slab == kSlabs) return false;
-    if (!joins) phase.slab[slab] = {static_cast<const char*>(part.data), op.bias[p], 0};
+    if (!joins) phase.slab[++slab] = {static_cast<const char*>(part.data), op.bias[p], 0};
     phase.slab[slab].rows += part.rows;
+    phase.biased = phase.biased || op.bias[p] != nullptr;
     phase.rows += part.rows;
     end = static_cast<const char*>(part.data) + part.bytes();
   }
@@ -64,7 +56,10 @@ bool make_linear(const Linear& op, LinearPhase& phase) {
   phase.y_stride = int(op.y.stride);
   phase.in = op.in;
   phase.tokens = op.tokens;
-  phase.accumulate = op.accumulate;
+  if (op.accumulate) {
+    phase.base = phase.y;
+    phase.base_stride = phase.y_stride;
+  }
   return true;
 }
 
@@ -73,7 +68,7 @@ bool fold(const Swiglu& op, const Linear& linear, LinearPhase& phase) {
   const int half = phase.rows / 2;
   if (phase.rows % 8 != 0 || op.dim != half || op.tokens != phase.tokens) return false;
   if (!same(op.gate, linear.y) || !same(op.up, linear.y.from(half))) return false;
-  if (phase.accumulate || !fits(op.out)) return false;
+  if (phase.base != nullptr || !fits(op.out)) return false;
   for (const LinearPhase::Slab& slab : phase.slab) {
     if (slab.bias != nullptr) return false;
   }
@@ -83,18 +78,33 @@ bool fold(const Swiglu& op, const Linear& linear, LinearPhase& phase) {
   return true;
 }
 
+// False: groups that the kernel's warps can not share out.
+bool set_group(int group, float eps, LinearPhase& phase) {
+  constexpr int kLane = 4, kWarp = 32 * kLane;  // columns
+  const bool whole = group == phase.in;
+  const int lanes = group / kLane, warps = group / kWarp;
+  const auto is_power = [](int n) { return n > 0 && (n & (n - 1)) == 0; };
+  if (!whole && (!is_power(group) || lanes < 2)) return false;
+  phase.group = group;
+  // So rounded, run * groups_a_run >> 16 is the group of each run of 32 of kNormedMost columns.
+  phase.groups_a_run = (1 << 16) * 32 / group + 1;
+  phase.norm_lanes = whole ? 32 : std::min(lanes, 32);
+  phase.norm_warps = whole ? kWarps : std::max(warps, 1);
+  phase.eps = eps;
+  phase.share = 1.0f / float(group);
+  return true;
+}
+
 bool fold(const RmsNorm& op, LinearPhase& phase) {
   if (op.dim != phase.in || op.tokens != phase.tokens || op.dim > kNormedMost) return false;
   if (!aligned(op.in) || !aligned(op.out) || !aligned(op.weight)) return false;
   if (!fits(op.in) || !fits(op.out)) return false;
   phase.x = op.in.data;
   phase.x_stride = int(op.in.stride);
-  phase.normed = op.out.data;
+  phase.normed = op.read_once ? nullptr : op.out.data;
   phase.normed_stride = int(op.out.stride);
   phase.weight = op.weight;
-  phase.group = op.dim;
-  phase.eps = op.eps;
-  return true;
+  return set_group(op.dim, op.eps, phase);
 }
 
 // The norm and the gate of a mixer's answers.
@@ -103,11 +113,7 @@ bool fold(const DeltaMix& op, LinearPhase& phase) {
   if (phase.in > kNormedMost || !aligned(op.norm_weight)) return false;
   if (op.gate.data != nullptr && (!aligned(op.gate) || !fits(op.gate))) return false;
   phase.weight = op.norm_weight;
-  phase.group = op.value_dim;
-  phase.eps = op.norm_eps;
-  phase.gate = op.gate.data;
-  phase.gate_stride = int(op.gate.stride);
-  return true;
+  return set_group(op.value_dim, op.norm_eps, phase);
 }
 
 bool runs(const DeltaMix& op, const Context& context) {
@@ -115,7 +121,7 @@ bool runs(const DeltaMix& op, const Context& context) {
   if (op.rows.count != op.rows.tokens || op.rows.count < 1) return false;
   if (op.rows.count > kTokensMost || op.rows.computed || !op.norm_output) return false;
   if (!op.erases || op.values_ready || op.emits || op.answer_add) return false;
-  if (op.key_dim % 4 != 0 || op.key_dim > kKeysMost) return false;
+  if (op.key_dim % 32 != 0 || op.key_dim > kKeysMost) return false;
   if (op.value_dim % kWarps != 0 || op.value_dim > kValuesMost) return false;
   if (!aligned(op.state.data) || op.state.stride % 4 != 0) return false;
   if (op.conv_width != 4) return false;
@@ -125,39 +131,81 @@ bool runs(const DeltaMix& op, const Context& context) {
   return op.rows.count * channels <= int64_t(context.multiprocessors) * kWarps * 32;
 }
 
+// Numbers that a phase reads or writes.
+struct Numbers {
+  const float* data;
+  int64_t stride;
+  int tokens, dim;
+
+  const float* end() const { return data + stride * (tokens - 1) + dim; }
+  // What lies between the first and the last of these has something of the others'.
+  bool meet(const Numbers& other) const {
+    if (data == nullptr || other.data == nullptr) return false;
+    return data < other.end() && other.data < end();
+  }
+  // `other` lies that many columns on in these; -1: not all of it does.
+  int64_t find(const Numbers& other) const {
+    const int64_t column = other.data - data;
+    const bool inside = column >= 0 && column + other.dim <= dim;
+    return inside && other.stride == stride && other.tokens <= tokens ? column : -1;
+  }
+};
+
+Numbers input_of(const LinearPhase& l) {
+  return {l.x, l.x_stride, l.index == nullptr ? l.tokens : 1, l.in};
+}
+Numbers output_of(const LinearPhase& l) {
+  return {l.y, l.y_stride, l.tokens, l.paired ? l.rows / 2 : l.rows};
+}
+Numbers normed_of(const LinearPhase& l) { return {l.normed, l.normed_stride, l.tokens, l.in}; }
+
 // Whether a phase writes nothing that its other blocks read.
 bool apart(const LinearPhase& l) {
-  const int tokens = l.tokens;
-  const Span x(l.x, l.x_stride, l.index == nullptr ? tokens : 1, l.in);
-  const Span y(l.y, l.y_stride, tokens, l.rows);
-  if (x.meets(y)) return false;
-  if (l.gate != nullptr && Span(l.gate, l.gate_stride, tokens, l.in).meets(y)) return false;
-  if (l.normed == nullptr) return true;
-  const Span normed(l.normed, l.normed_stride, tokens, l.in);
-  return !normed.meets(x) && !normed.meets(y);
-}
-
-// Whether a phase reads and writes nothing that the phases after the last meeting write or read.
-bool independent(const Table& table, const LinearPhase& next, int linear) {
-  if (next.group > 0 || next.accumulate || linear == 0) return false;
-  const Span x(next.x, next.x_stride, next.tokens, next.in);
-  const Span y(next.y, next.y_stride, next.tokens, next.rows);
-  for (int i = linear - 1, p = table.phases - 1; i >= 0; --i, --p) {
-    if (table.is_mix[p]) return false;
-    const LinearPhase& before = table.linear[i];
-    if (before.normed != nullptr || before.gate != nullptr) return false;
-    const Span read(before.x, before.x_stride, before.tokens, before.in);
-    const Span written(before.y, before.y_stride, before.tokens, before.rows);
-    if (x.meets(written) || y.meets(read) || y.meets(written)) return false;
-    if (before.waits) return true;
-  }
-  return false;
+  const Numbers x = input_of(l), y = output_of(l), normed = normed_of(l);
+  return !x.meet(y) && !normed.meet(x) && !normed.meet(y);
 }
 
 // The phases made so far.
-struct Plan {
+class Plan {
+ public:
+  explicit Plan(const Context& context)
+      : words_(&context.meeting->words[0][0]), keep_low_(context.keep_low) {}
+
   Table table;
   int linear = 0, mix = 0;
+
+  bool has_room() const { return mix < Table::kMix && linear < Table::kLinear; }
+
+  // Numbers that a mixer reads: their place in words, where earlier phases leave them.
+  bool find_left(Acts& acts, int tokens, int dim, int multiple = 1) {
+    if (!acts) return true;
+    const Found found = find({acts.data, acts.stride, tokens, dim}, multiple);
+    if (found.source != Source::Left) return false;
+    acts = {found.data, found.stride};
+    after_ |= found.after;
+    return true;
+  }
+  // Where the phase finds its x and what it adds to. False: not as the kernel knows it.
+  bool find_inputs(LinearPhase& l) {
+    after_ = 0;
+    const Numbers y = output_of(l);
+    for (int i = 0; i < linear; ++i) {
+      // Who writes a place last? finish() has the answer where this phase writes all of it. Phases
+      // with another between them write long after each other; a program's scratch is used so.
+      const Numbers& earlier = made_[i].y;
+      if (i + 1 == linear && y.meet(earlier) && y.find(earlier) < 0) return false;
+      if (y.meet(normed_of(table.linear[i])) || normed_of(l).meet(earlier)) return false;
+    }
+    if (!use_again(l) && !use(input_of(l), 4, l.x, l.x_stride, l.x_left)) return false;
+    return l.base == nullptr || use(y, 1, l.base, l.base_stride, l.base_left);
+  }
+  bool take_words(int64_t count, float*& at) {
+    count = (count + 3) / 4 * 4;
+    if (table.words + count > Meeting::kWords) return false;
+    at = words_ + table.words;
+    table.words += int(count);
+    return true;
+  }
 
   // Has the phase that makes a gate, one of the last ones, apply its activation too.
   bool activate(const Acts& gate, int columns, Activation activation) {
@@ -166,7 +214,7 @@ struct Plan {
       LinearPhase& phase = table.linear[i];
       const int64_t row = gate.data - phase.y;
       if (phase.y_stride != gate.stride || row < 0 || row + columns > phase.rows) continue;
-      if (phase.accumulate || phase.paired || phase.activated_end > 0) return false;
+      if (phase.base != nullptr || phase.paired || phase.activated_end > 0) return false;
       phase.activated = int(row);
       phase.activated_end = int(row) + columns;
       phase.activation = activation;
@@ -175,21 +223,122 @@ struct Plan {
     return false;
   }
 
+  // After find_inputs().
   bool add(const LinearPhase& phase) {
-    if (linear == Table::kLinear) return false;
-    const bool waits = !independent(table, phase, linear);
+    if (linear == Table::kLinear || !may_write(phase)) return false;
+    Made& made = made_[linear];
+    made = {.y = output_of(phase), .after = after_};
+    if (!phase.x_left) made.read[0] = input_of(phase);
+    if (phase.base != nullptr && !phase.base_left) made.read[1] = made.y;
+    if (made.read[0].data != nullptr || made.read[1].data != nullptr) {
+      if (readers_ == 64) return false;
+      made.after |= uint64_t(1) << readers_;
+      made.reader = readers_++;
+    }
     table.linear[linear] = phase;
-    table.linear[linear++].waits = waits;
+    table.linear[linear++].keep_low = keep_low_;
     table.is_mix[table.phases++] = false;
     return true;
   }
-  bool has_room() const { return mix < Table::kMix && linear < Table::kLinear; }
   // The op and the out-projection after it.
-  void add(const DeltaMix& op, const LinearPhase& phase) {
-    table.mix[mix++] = op;
+  bool add(const DeltaMix& op, const LinearPhase& phase) {
     table.is_mix[table.phases++] = true;
-    add(phase);
+    if (!add(phase)) {
+      --table.phases;
+      return false;
+    }
+    table.mix[mix++] = op;
+    return true;
   }
+
+  // Only what no later phase overwrites is written for after the launch: so no two phases write to
+  // one place, of which one would have to be the later.
+  void finish() {
+    for (int i = 0; i < linear; ++i) {
+      for (int j = i + 1; j < linear; ++j) {
+        if (made_[j].y.find(made_[i].y) >= 0) table.linear[i].y = nullptr;
+      }
+    }
+  }
+
+ private:
+  enum class Source { Program, Left, Unknown };
+  struct Found {
+    Source source = Source::Unknown;
+    float* data = nullptr;
+    int stride = 0;
+    uint64_t after = 0;
+  };
+  // What else is known of a linear phase.
+  struct Made {
+    Numbers y{};
+    Numbers read[2]{};   // where the program has them
+    int reader = -1;     // its number among the phases that read such
+    uint64_t after = 0;  // readers that are done where this phase's y is known
+  };
+
+  // Where a new phase finds the numbers. The phase that wrote them last is made to leave them.
+  Found find(const Numbers& wanted, int multiple) {
+    for (int i = linear - 1; i >= 0; --i) {
+      LinearPhase& phase = table.linear[i];
+      if (wanted.meet(normed_of(phase))) return {};
+      if (!wanted.meet(made_[i].y)) continue;
+      const int64_t column = made_[i].y.find(wanted);
+      if (column < 0 || column % multiple != 0) return {};
+      if (phase.left == nullptr) {
+        phase.left_stride = (made_[i].y.dim + 3) / 4 * 4;
+        if (!take_words(int64_t(phase.left_stride) * phase.tokens, phase.left)) return {};
+      }
+      return {Source::Left, phase.left + column, phase.left_stride, made_[i].after};
+    }
+    return {Source::Program};
+  }
+  bool use(const Numbers& wanted, int multiple, const float*& data, int& stride, bool& left) {
+    const Found found = find(wanted, multiple);
+    left = found.source == Source::Left;
+    after_ |= found.after;
+    if (left) {
+      data = found.data;
+      stride = found.stride;
+    }
+    return found.source != Source::Unknown;
+  }
+  // A norm that an earlier phase has made: made again.
+  bool use_again(LinearPhase& l) {
+    if (l.group > 0) return false;
+    for (int i = linear - 1; i >= 0; --i) {
+      const LinearPhase& before = table.linear[i];
+      if (input_of(l).meet(made_[i].y)) return false;
+      if (before.normed != l.x || before.normed_stride != l.x_stride) continue;
+      if (before.in != l.in || before.tokens != l.tokens) return false;
+      l.x = before.x;
+      l.x_stride = before.x_stride;
+      l.x_left = before.x_left;
+      l.index = before.index;
+      l.weight = before.weight;
+      if (!set_group(before.group, before.eps, l)) return false;
+      after_ |= made_[i].after;
+      return true;
+    }
+    return false;
+  }
+  // Whether all phases that have read there are done when the phase writes.
+  bool may_write(const LinearPhase& phase) const {
+    for (int i = 0; i < linear; ++i) {
+      const Made& made = made_[i];
+      if (made.reader < 0 || (after_ >> made.reader & 1) != 0) continue;
+      for (const Numbers& read : made.read) {
+        if (read.meet(output_of(phase)) || read.meet(normed_of(phase))) return false;
+      }
+    }
+    return true;
+  }
+
+  float* words_;  // of even launches, on the device
+  bool keep_low_;
+  Made made_[Table::kLinear];
+  int readers_ = 0;
+  uint64_t after_ = 0;  // of the phase that is being made
 };
 
 // Ops from `i` on as the next phases: how many, 0: they are others.
@@ -211,9 +360,9 @@ int add_linear(const Ops& ops, int i, Plan& plan) {
     phase.x_stride = int(gather->in.stride);
     phase.index = gather->index;
   }
-  if (!apart(phase)) return 0;
   const auto* swiglu = ops.get<Swiglu>(i);
   if (swiglu != nullptr && fold(*swiglu, *linear, phase)) ++i;
+  if (!apart(phase) || !plan.find_inputs(phase)) return 0;
   return plan.add(phase) ? i - first : 0;
 }
 
@@ -223,10 +372,34 @@ int add_mix(const Ops& ops, int i, const Context& context, Plan& plan) {
   LinearPhase phase;
   if (mix == nullptr || linear == nullptr || !runs(*mix, context)) return 0;
   if (!same(mix->out, linear->x) || !make_linear(*linear, phase) || !fold(*mix, phase)) return 0;
-  if (!apart(phase) || !plan.has_room()) return 0;
-  if (mix->gate && !plan.activate(mix->gate, phase.in, mix->gate_activation)) return 0;
-  plan.add(*mix, phase);
-  return 2;
+  phase.x = nullptr;  // below
+  if (!apart(phase) || !plan.has_room() || !plan.find_inputs(phase)) return 0;
+  // All that it reads of other ops is left by earlier phases, and its answers are left too.
+  DeltaMix op = *mix;
+  const int tokens = op.rows.tokens, keys = op.key_heads * op.key_dim,
+            values = op.value_heads * op.value_dim,
+            decays = op.decay_heads * (op.decay == Decay::PerHead ? 1 : op.key_dim);
+  if (!plan.find_left(op.q, tokens, keys) || !plan.find_left(op.k, tokens, keys)) return 0;
+  if (!plan.find_left(op.v, tokens, values) || !plan.find_left(op.beta, tokens, op.value_heads)) {
+    return 0;
+  }
+  if (op.decay != Decay::None && !plan.find_left(op.decay_in, tokens, decays)) return 0;
+  if (!plan.find_left(op.erase, tokens, keys)) return 0;
+  if (!plan.find_left(op.write, tokens, values)) return 0;
+  if (mix->gate) {
+    Acts gate = mix->gate;
+    if (!plan.find_left(gate, tokens, values, 4)) return 0;
+    if (!plan.activate(mix->gate, phase.in, mix->gate_activation)) return 0;
+    phase.gate = gate.data;
+    phase.gate_stride = int(gate.stride);
+  }
+  float* out = nullptr;
+  if (!plan.take_words(int64_t(values) * tokens, out)) return 0;
+  op.out = {out, values};
+  phase.x = out;
+  phase.x_stride = values;
+  phase.x_left = true;
+  return plan.add(op, phase) ? 2 : 0;
 }
 
 // Whether a plan might begin with the op: most steps have more tokens, and end here.
@@ -243,9 +416,8 @@ bool may_begin(const Op& op) {
 int run(const Op* first, int count, Context& context) {
   if (context.meeting == nullptr || !may_begin(*first)) return 0;
   const Ops ops(first, count);
-  const auto made = std::make_unique<Plan>();
+  const auto made = std::make_unique<Plan>(context);
   Plan& plan = *made;
-  plan.table.keep_low = context.keep_low;
   int taken = 0;
   while (taken < count) {
     int more = add_mix(ops, taken, context, plan);
@@ -254,6 +426,7 @@ int run(const Op* first, int count, Context& context) {
     taken += more;
   }
   if (plan.linear < kWorthIt) return 0;
+  plan.finish();
   start(context.tables->put(plan.table, context.changed, context.stream), context);
   return taken;
 }

@@ -14,10 +14,29 @@ constexpr int kTileRows = 8, kStages = 6, kInFlight = 2;
 // A row in shared memory; 64 more bytes than columns, so that rows two apart share no banks.
 constexpr int kPitch = kStageColumns * 2 + 64, kStageBytes = kTileRows * kPitch;
 constexpr int kBatch = 2;                  // tiles whose sums are added up together
-constexpr int kTileSums = kTileRows * 2 * kTokensMost, kSums = kBatch * kTileSums;
-constexpr int kRunsMost = kColumnsMost / kRun, kNormsMost = kNormedMost / kRun;
-constexpr int kSquares = kNormsMost + 1;
+constexpr int kOutputs = kTileRows * kTokensMost, kBatchOutputs = kBatch * kOutputs;
+// A plane of x's halves; 64 more bytes, so that two planes share no banks.
+constexpr int kPlane = kStageColumns + 32;
 constexpr int kAll = 1, kDescribed = 2;     // named barriers: the computing warps; and one more
+
+// Where a block is in the step.
+struct Walk {
+  int tiles = 0;       // of all linear phases before this one
+  int stage = 0, parity = 0;
+  bool late = false;   // there is shared.late
+  int issued = 0;      // stages, by the copying warp
+
+  __device__ int first_tile() const {
+    const int blocks = gridDim.x;
+    return (int(blockIdx.x) + blocks - tiles % blocks) % blocks;
+  }
+  __device__ void next_stage() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
 
 union Phase {
   LinearPhase linear;
@@ -33,50 +52,55 @@ struct Late {
   int channels;
 };
 
+// A row of a step, of one token.
+struct RowPlace {
+  Slot slot;
+  int begin;
+  bool fresh;
+};
+
 struct Shared {
   alignas(128) char ring[kStages * kStageBytes];
+  alignas(16) uint16_t halves[2][kPlane];      // of a token's columns, bf16: high, low
   union {
-    float sums[2][kWarps * kSums];  // of the batch of tiles, and the one before it
+    float sums[2][kWarps * kBatchOutputs];  // of the batch of tiles, and the one before it
     Late late[kComputing];          // from a mixer's phase to the next one's beginning
   };
   union {
-    struct {
-      float squares[kTokensMost * kSquares];    // of a run of columns
-      float scales[kTokensMost * kNormsMost];   // of a group of columns
-    };
-    alignas(16) float vectors[4 * kKeysMost + 2 * kValuesMost];  // of a mixer's head
+    float squares[2][kWarps];                  // of a warp's columns, of a token and the next
+    alignas(16) float head[4 * kKeysMost + kValuesMost + 8];  // of a mixer
   };
   alignas(16) uint32_t phase[3][kPhaseWords];  // this one, the next, the one after
   bool is_mix[3];
+  RowPlace rows[3][kTokensMost];               // of a mixer
   uint64_t full[kStages], free[kStages];
 };
 static_assert(sizeof(Shared) <= 227 * 1024);
 
-constexpr int kTurnsMost = 1 << 24;         // of waiting for another block: seconds
+constexpr int kTurnsMost = 1 << 24;         // of reading what is not there yet: seconds
 
-// Where a block is in the step.
-struct Walk {
-  const Table& table;
-  Shared& shared;
-  Meeting* meeting;
-  uint32_t done;       // phases, of all blocks together, ever; one that this block has done last
-  int tiles = 0;       // of all linear phases before this one
-  int stage = 0, parity = 0;
-  bool late = false;   // there is shared.late
-  bool keep_low = true;
-  int issued = 0;      // stages, by the copying warp
+// Found anew by each function, so that the compiler knows which memory it is.
+__device__ inline Shared& shared_memory() {
+  extern __shared__ __align__(128) char space[];
+  return *reinterpret_cast<Shared*>(space);
+}
 
-  __device__ int first_tile() const {
-    const int blocks = gridDim.x;
-    return (int(blockIdx.x) + blocks - tiles % blocks) % blocks;
-  }
-  __device__ void next_stage() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
+// A thread's place in its block, found anew in each phase: what follows from it would else be kept
+// in registers that other phases need.
+struct Me {
+  int thread;
+  __device__ int lane() const { return thread % 32; }
+  __device__ int warp() const { return thread / 32; }
 };
+__device__ inline Me find_me() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return {thread};
+}
+
+__device__ inline const Phase& phase_of(int description) {
+  return *reinterpret_cast<const Phase*>(shared_memory().phase[description]);
+}
 
 __device__ inline int tiles_of(const LinearPhase& l) {
   return l.paired ? l.rows / kTileRows : (l.rows + kTileRows - 1) / kTileRows;
@@ -88,39 +112,68 @@ __device__ inline int row_of_tile(const LinearPhase& l, int tile, int i) {
   return i < 4 ? tile * 4 + i : l.rows / 2 + tile * 4 + i - 4;
 }
 
-__device__ inline uint32_t read_relaxed(const uint32_t* from) {
-  uint32_t value = 0;
-#if __CUDA_ARCH__ >= 700
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-#endif
-  return value;
+// --- what phases leave for each other -----------------------------------------------------------
+
+__device__ inline bool written(float word) { return __float_as_uint(word) != Meeting::kUnwritten; }
+__device__ inline bool written(const float4& words) {
+  return written(words.x) && written(words.y) && written(words.z) && written(words.w);
 }
-__device__ inline void add_release(uint32_t* to, uint32_t value) {
+
+__device__ inline void leave(float* to, float value) {
+  const float word = written(value) ? value : __uint_as_float(0x7fffffffu);  // another NaN
 #if __CUDA_ARCH__ >= 700
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(word) : "memory");
 #endif
 }
 
-// The block has done its part of the phase. One number counts all blocks: that many readers of one
-// word wait least, and who comes first changes no result.
-__device__ inline void arrive(Walk& walk) {
-  barrier_among<kDescribed>(kComputing + 32);
-  walk.done += gridDim.x;
-  if (threadIdx.x == 0) add_release(&walk.meeting->arrived, 1);
+// What is there now.
+__device__ inline float look(const float* from) {
+  float word = 0;
+#if __CUDA_ARCH__ >= 700
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(word) : "l"(from));
+#endif
+  return word;
+}
+__device__ inline float4 look4(const float* from) {
+  float4 words{};
+#if __CUDA_ARCH__ >= 700
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(words.x), "=f"(words.y), "=f"(words.z), "=f"(words.w)
+               : "l"(from));
+#endif
+  return words;
 }
 
-// All blocks have done as many phases as this one. What they wrote is in L2 then, where it is read
-// from; an acquire would only empty L1.
-__device__ inline void meet(Walk& walk) {
-  if (threadIdx.x == 0) {
-    for (int turn = 0; int32_t(read_relaxed(&walk.meeting->arrived) - walk.done) < 0; ++turn) {
-      if (turn == kTurnsMost) __trap();  // rather an error than a step that never ends
-    }
+// Rather an error than a step that never ends.
+__device__ inline void count_turn(int& turn) {
+  if (++turn == kTurnsMost) __trap();
+}
+
+// The word once it is written.
+__device__ inline float await(const float* from) {
+  float word = look(from);
+  for (int turn = 0; !written(word); word = look(from)) count_turn(turn);
+  return word;
+}
+
+// The half of the words that the last launch used.
+__device__ inline void make_unwritten(Meeting& meeting, uint32_t launch, int count) {
+  const int half = int(launch + 1) % 2, fours = count / 4;
+  const float none = __uint_as_float(Meeting::kUnwritten);
+  auto* const words = reinterpret_cast<float4*>(meeting.words[half]);
+  for (int i = int(blockIdx.x) * kComputing + int(threadIdx.x); i < fours;
+       i += int(gridDim.x) * kComputing) {
+    words[i] = {none, none, none, none};
   }
-  barrier_among<kAll>(kComputing);
-  if (!walk.late) return;
-  walk.late = false;
-  const Late late = walk.shared.late[threadIdx.x];
+}
+
+// All computing warps are done with the phase's description.
+__device__ inline void end_phase() { barrier_among<kDescribed>(kComputing + 32); }
+
+__device__ inline float quick_sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+// Once all blocks are known to have read the old history.
+__device__ inline void write_history(const Late& late) {
   if (late.past == nullptr) return;
 #pragma unroll
   for (int h = 0; h < 3; ++h) late.past[h * late.channels] = late.value[h];

@@ -15,10 +15,11 @@
 namespace weir {
 
 // What every benchmark here takes: --device cuda|cpu, --json FILE, --only TEXT, and on CUDA
-// --vectors split|bf16: how Linear multiplies its vectors.
+// --vectors split|bf16: how Linear multiplies its vectors. step_bench --most N: steps of more
+// sequences are left out, and prompts.
 struct BenchOptions {
   std::string device = cuda_device_count() > 0 ? "cuda" : "cpu";
-  std::string json, only, vectors = "split";
+  std::string json, only, vectors = "split", most;
 };
 
 inline BenchOptions bench_options(int argc, char** argv) {
@@ -29,11 +30,12 @@ inline BenchOptions bench_options(int argc, char** argv) {
                          : flag == "--json" ? &options.json
                          : flag == "--only" ? &options.only
                          : flag == "--vectors" ? &options.vectors
+                         : flag == "--most"    ? &options.most
                                                : nullptr;
     if (value == nullptr || i + 1 == argc) {
       std::fprintf(stderr,
                    "usage: %s [--device cuda|cpu] [--json FILE] [--only TEXT] "
-                   "[--vectors split|bf16]\n",
+                   "[--vectors split|bf16] [--most SEQUENCES]\n",
                    argv[0]);
       std::exit(2);
     }

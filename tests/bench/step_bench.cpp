@@ -221,6 +221,7 @@ void bench_shape(const BenchOptions& options, const ModelShape& shape,
   std::printf("%6s %12s %12s %12s %9s %12s\n", "B", "device ms", "runner ms", "floor ms", "% floor",
               "tokens/s");
   for (const int32_t batch : batches) {
+    if (!options.most.empty() && batch > std::stoi(options.most)) break;
     const Step decode(model, pool, limits, *backend, batch, 1, 100);
     constexpr int kSteps = 8;
     const double device = median_seconds(1, options.device == "cpu" ? 1 : 15, [&] {
@@ -288,6 +289,7 @@ struct Prompts {
 void bench_prompts(const BenchOptions& options, const ModelShape& shape,
                    const std::vector<Prompts>& cases, nlohmann::json& results) {
   const std::string title = std::string(shape.name) + ", prompts";
+  if (!options.most.empty()) return;
   if (!options.only.empty() && title.find(options.only) == std::string::npos) return;
   const auto backend = bench_backend(options);
   RandomWeights random(*backend, int64_t(shape.vocab) * shape.dim);
