@@ -2,11 +2,8 @@
 
 namespace weir::cuda::chunk {
 
-void start_channel_64(const DeltaMix& op, Context& context, int slice) {
-  start<64, true>(op, context, slice);
-}
-void start_channel_128(const DeltaMix& op, Context& context, int slice) {
-  start<128, true>(op, context, slice);
+Starts channel_starts(int key_dim) {
+  return key_dim == 128 ? starts<128, true>() : starts<64, true>();
 }
 
 }  // namespace weir::cuda::chunk

@@ -50,16 +50,54 @@ __global__ __launch_bounds__(256) void finish_rows_kernel(const __grid_constant_
 }
 
 
+// Whether one kernel can take the whole of long rows.
+bool rows_at_once(const DeltaMix& op, const Context& context) {
+  return context.hopper.encode_map != nullptr && op.key_dim == 128 && op.value_dim % 128 == 0;
+}
+
 // The fewer heads and rows there are, the thinner the slices: a block for each multiprocessor.
 int slice_of(const DeltaMix& op, const Context& context) {
   const int long_rows =
       std::clamp(op.rows.tokens / (kStepTokensMost + 1), 1, op.rows.count);
-  int slice = op.value_dim % 128 == 0 ? 128 : 64;
+  int slice = rows_at_once(op, context) ? 128 : 64;
   while (slice > 16 && long_rows * op.value_heads * (op.value_dim / slice) * 2 <=
                            context.multiprocessors) {
     slice /= 2;
   }
   return slice;
+}
+
+// All turns of both kernels. The host does not know how long each row is, but how many chunks all
+// of them have at most; blocks without a tile return at once.
+void run_turns(const DeltaMix& op, Context& context, const Starts& starts, int slice) {
+  const int blocks_of_row = op.value_heads * (op.value_dim / slice);
+  int group = 1;
+  while (group < 32 && 2 * group * blocks_of_row <= context.multiprocessors) group *= 2;
+  const int long_rows = std::min(op.rows.count, op.rows.tokens / (kStepTokensMost + 1));
+  const int chunks = op.rows.tokens / kTokens + long_rows;
+  const int64_t bytes = int64_t(tile_bytes(starts.image, op.value_dim)) * op.value_heads;
+  auto* const scratch = static_cast<unsigned char*>(context.scratch);
+  // Of several turns, the first kernel of one runs beside the second one of the turn before, in the
+  // other half of the scratch memory.
+  const auto half = int64_t(context.half_bytes);
+  const bool one = chunks * bytes <= 2 * half;
+  const int64_t most = one ? chunks : half / bytes;
+  // The first kernel's blocks in whole waves.
+  const int wave = starts.blocks * context.multiprocessors;
+  int of_turn = int(std::min<int64_t>(most, chunks));
+  if (!one && of_turn * op.value_heads > wave) {
+    of_turn = of_turn * op.value_heads / wave * wave / op.value_heads;
+  }
+  const int turns = (chunks + of_turn - 1) / of_turn;
+  for (int i = 0; i < turns; ++i) {
+    const Turn turn{.group = group,
+                    .first = i * of_turn,
+                    .count = std::min(of_turn, chunks - i * of_turn),
+                    .tiles = scratch + i % 2 * half,
+                    .follows = i > 0};
+    starts.prepare(op, context, turn);
+    starts.advance(op, context, turn, slice, std::min(op.rows.count, 2 * group));
+  }
 }
 
 bool served(const DeltaMix& op, const Context& context) {
@@ -68,8 +106,12 @@ bool served(const DeltaMix& op, const Context& context) {
   };
   bool all = aligned(op.state.data, op.state.stride) &&
              aligned(op.history.data, op.history.stride);
-  for (const Acts& acts : {op.q, op.k, op.v, op.erase, op.write}) {
+  for (const Acts& acts : {op.q, op.k, op.v, op.erase, op.write, op.gate, op.out}) {
     all = all && aligned(acts.data, acts.stride);
+  }
+  for (const float* weights : {op.conv_q, op.conv_k, op.conv_v, op.conv_q_bias, op.conv_k_bias,
+                               op.conv_v_bias, op.norm_weight}) {
+    all = all && aligned(weights, 0);
   }
   if (op.decay == Decay::PerChannel) {
     all = all && aligned(op.decay_in.data, op.decay_in.stride) && aligned(op.dt_bias, 0);
@@ -81,8 +123,10 @@ bool served(const DeltaMix& op, const Context& context) {
                 known(Activation::EluPlusOne));
   all = all && (!op.gate || op.gate_activation == Activation::Silu ||
                 op.gate_activation == Activation::Sigmoid);
-  return all && context.compute >= 80 && op.conv_width <= 4 &&
-         (op.key_dim == 64 || op.key_dim == 128) && op.value_dim % 64 == 0;
+  // No more heads than a half of the scratch memory has room for a chunk of.
+  all = all && op.value_heads <= 256 && context.half_bytes >= size_t(25) << 20;
+  return all && context.compute >= 90 && op.conv_width <= 4 &&
+         (op.key_dim == 64 || op.key_dim == 128) && op.value_dim % 64 == 0 && op.value_dim <= 256;
 }
 
 }  // namespace
@@ -90,12 +134,15 @@ bool served(const DeltaMix& op, const Context& context) {
 
 bool run_chunks(const DeltaMix& op, Context& context) {
   if (!chunk::served(op, context)) return false;
-  const bool channel = op.decay == Decay::PerChannel || op.erase.data != nullptr;
   const int slice = chunk::slice_of(op, context);
-  const auto start = op.key_dim == 128
-                         ? channel ? chunk::start_channel_128 : chunk::start_head_128
-                         : channel ? chunk::start_channel_64 : chunk::start_head_64;
-  start(op, context, slice);
+  if (slice == 128) {
+    chunk::start_rows(op, context);
+  } else {
+    const bool channel = op.decay == Decay::PerChannel || op.erase.data != nullptr;
+    const auto starts =
+        channel ? chunk::channel_starts(op.key_dim) : chunk::head_starts(op.key_dim);
+    chunk::run_turns(op, context, starts, slice);
+  }
   const bool norm = slice != op.value_dim;
   const int64_t work = norm ? int64_t(op.rows.tokens) * op.value_heads / 64 : 8;
   const int64_t most = std::max(8, 8 * context.multiprocessors / op.rows.count);

@@ -2,11 +2,8 @@
 
 namespace weir::cuda::chunk {
 
-void start_head_64(const DeltaMix& op, Context& context, int slice) {
-  start<64, false>(op, context, slice);
-}
-void start_head_128(const DeltaMix& op, Context& context, int slice) {
-  start<128, false>(op, context, slice);
+Starts head_starts(int key_dim) {
+  return key_dim == 128 ? starts<128, false>() : starts<64, false>();
 }
 
 }  // namespace weir::cuda::chunk

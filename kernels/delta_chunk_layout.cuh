@@ -4,68 +4,188 @@
 
 namespace weir::cuda::chunk {
 
-// The chunk kernel: one block per (value head, slice of its values, row). Eight warps prepare
-// chunks of 64 tokens, one ahead of the others: convolution, norms, gates and the products between
-// tokens. Each of the other kWarps holds 16 rows of the state in registers through the whole row
-// of tokens and has its part of every product to itself.
+// Rows of many tokens run in chunks of 64. Where rows and heads are few, in two kernels: the first
+// makes of every chunk of every value head, all of them side by side, what the state needs of it:
+// convolution, norms, gates and the products between tokens, half precision, into a tile of scratch
+// memory. The second walks along a row with the state in registers and does nothing but products
+// with it. Rows whose tiles do not fit the scratch memory take several turns. Where rows and heads
+// are many, one kernel does both (delta_chunk_row.cuh).
 //
 // Everything is linear in the values, so the state is transposed against the formulas of
 // delta_chunk.h: U' and O' of [values, tokens] are accumulators next to S of [values, keys].
 
 constexpr int kTokens = 64;       // of a chunk
 constexpr int kBlock = 16;        // tokens that share a decay reference
-constexpr int kPreparers = 256;   // threads
+constexpr int kPairs = 10;        // blocks of 16 x 16 on and below the diagonal of 64 x 64
+constexpr int kSliceValues = 16;  // of a warp
 
-constexpr int kTaps = 5;          // of a convolution: four, oldest first, and the bias
-
-// What is passed from the preparing warps to the others, twice; pitches in halves, so that the
-// rows of a fragment lie in different banks.
-template <int K, bool kChannel, int kWarps>
-struct Layout {
-  static constexpr int kKeyPitch = K + 8, kTokenPitch = kTokens + 8, kValuePitch = 16 * kWarps + 8;
-  static constexpr int kLogPitch = K + 4, kDiagonalPitch = kBlock + 4;
-
-  struct Stage {
-    // Scalar decay: the keys. Per channel: the keys times the erase gate and exp(L).
-    half k[kTokens * kKeyPitch];
-    half q[kTokens * kKeyPitch];                          // per channel: times exp(L)
-    half end[kChannel ? kTokens * kKeyPitch : 8];         // per channel: keys times exp(last - L)
-    half a[kTokens * kTokenPitch];   // -A below the diagonal blocks, (I + A)^-1 in them
-    half p[kTokens * kTokenPitch];   // P, with zeros above the diagonal in the diagonal blocks
-    float written[kTokens];          // what a token's values are multiplied with
-    // Scalar decay: what a token's column of S k, S q and U is multiplied with.
-    float recalled[kTokens], asked[kTokens], kept[kTokens];
-    float decay[kChannel ? K : 4];   // of the state, over the whole chunk
-  };
-  Stage stage[2];
-  half v[kTokens * kValuePitch];   // values, each warp's own columns
-  float key_taps[2][kTaps][K];     // of queries and keys
-  float value_taps[kTaps][16 * kWarps];
-  float diagonal[4][kBlock * kDiagonalPitch];  // A's diagonal blocks, transposed
-  float logs[kChannel ? kTokens * kLogPitch : kTokens];  // L, in powers of two
-  float beta[kTokens];
-  float run_sums[kChannel ? kPreparers * 4 : 4];         // log decays of each thread's tokens
-  float squares[kWarps][kTokens];
-  float scale[kTokens];
+// What a tile holds besides its values. Keys, queries and P lie in panels of 64 channels, rows of
+// 128 bytes whose 16-byte pieces are permuted by the row (the copy engine's 128-byte swizzle), so
+// that neither the rows nor the columns of a fragment meet in a bank; A's 16 x 16 blocks as two
+// columns of 8 x 8.
+template <int K, bool kChannel>
+struct alignas(128) Image {
+  // Scalar decay: the keys. Per channel: the keys times the erase gate and exp(L).
+  half k[kTokens * K];
+  half q[kTokens * K];                        // per channel: times exp(L)
+  half p[kTokens * kTokens];                  // P, with zeros above the diagonal
+  half end[kChannel ? kTokens * K : 8];       // per channel: keys times exp(last - L)
+  half a[kPairs * kBlock * kBlock];  // -A below the diagonal blocks, (I + A)^-1 in them
+  // Scalar decay: what a token's column of S k, S q and U is multiplied with.
+  float recalled[kChannel ? 4 : kTokens], asked[kChannel ? 4 : kTokens];
+  float kept[kChannel ? 4 : kTokens];
+  float decay[kChannel ? K : 4];     // of the state, over the whole chunk
 };
 
-// Where the block is.
+// Where token t's channel lies in k, q and end, or P's column.
+__device__ inline int panel_at(int t, int channel) {
+  const int piece = channel % 64 / 8 ^ t % 8;
+  return channel / 64 * (kTokens * 64) + t * 64 + piece * 8 + channel % 8;
+}
+// Block (b, c), c <= b, of a, and a number's place within a block.
+__device__ constexpr int pair_at(int b, int c) {
+  return (b * (b + 1) / 2 + c) * kBlock * kBlock;
+}
+__device__ constexpr int within_pair(int row, int column) {
+  return column / 8 * 128 + row * 8 + column % 8;
+}
+// Token t's value within a slice of 16.
+__device__ inline int value_at(int t, int value) {
+  return t * kSliceValues + (value / 8 ^ t / 4 % 2) * 8 + value % 8;
+}
+
+// A tile: an image, and after it the values' slices, each [64, 16], times beta or the write gate.
+inline __host__ __device__ size_t tile_bytes(size_t image, int value_dim) {
+  return image + size_t(value_dim) * kTokens * sizeof(half);
+}
+
+// Which tiles a launch is about. Tiles are numbered through the rows' chunks: groups of `group`
+// rows one after the other, and within a group the first chunks of its rows, then the second ones
+// and so on, so that the rows of a group advance side by side. Every number stands for the tiles of
+// all value heads.
+struct Turn {
+  int group;           // a power of two, 32 at most
+  int first, count;    // numbers
+  unsigned char* tiles;  // of `first`; [count, value_heads] of tile_bytes()
+  bool follows;        // a turn of the same op came before
+};
+
+// A group of rows, one in each lane of a warp.
+struct Group {
+  int row;       // of lane 0
+  int begin;     // tiles of the groups before
+  int chunks;    // of this lane's row; 0 where it is none of the group
+  bool found;
+
+  // The number of the tile of chunk c of the row in lane `of`.
+  __device__ int tile(int of, int c) const {
+    const unsigned later = __ballot_sync(0xffffffffu, chunks > c);
+    return begin + __reduce_add_sync(0xffffffffu, min(chunks, c)) +
+           __popc(later & ((1u << of) - 1));
+  }
+  // How many chunks of that row have numbers below `end`.
+  __device__ int chunks_before(int of, int end) const {
+    const int most = __shfl_sync(0xffffffffu, chunks, of);
+    int c = 0;
+    for (int step = most == 0 ? 0 : 1 << (31 - __clz(most)); step > 0; step /= 2) {
+      if (c + step <= most && tile(of, c + step - 1) < end) c += step;
+    }
+    return c;
+  }
+};
+
+__device__ inline int chunks_of(const Rows& rows, int row) {
+  if (row >= rows.count || rows.slot[row] == kPadding) return 0;
+  const int count = rows.begin[row + 1] - rows.begin[row];
+  return count > kStepTokensMost ? (count + kTokens - 1) / kTokens : 0;
+}
+
+// By a whole warp: the first group for which hit(first row, first tile, end of tiles) holds.
+template <typename Hit>
+__device__ inline Group find_group(const Rows& rows, int group, const Hit& hit) {
+  const int lane = threadIdx.x % 32;
+  int before = 0;
+  for (int row = 0; row < rows.count; row += 32) {
+    const int chunks = chunks_of(rows, row + lane);
+    int sum = chunks;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int left = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += left;
+    }
+    const int first = lane & ~(group - 1);
+    const int begin = before + __shfl_sync(0xffffffffu, sum - chunks, first);
+    const int end = before + __shfl_sync(0xffffffffu, sum, lane | (group - 1));
+    const unsigned hits = __ballot_sync(0xffffffffu, hit(row + first, begin, end));
+    if (hits != 0) {
+      const int of = (__ffs(hits) - 1) & ~(group - 1);
+      const int there = __shfl_sync(0xffffffffu, begin, of);
+      const int mine = __shfl_sync(0xffffffffu, chunks, (of + lane) % 32);
+      return {row + of, there, lane < group ? mine : 0, true};
+    }
+    before += __shfl_sync(0xffffffffu, sum, 31);
+  }
+  return {.found = false};
+}
+
+struct Tile {
+  int row = -1, chunk = 0;  // -1: there is no such tile
+};
+
+// By a whole warp.
+__device__ inline Tile find_tile(const Rows& rows, int group, int number) {
+  const Group g = find_group(rows, group, [&](int, int begin, int end) {
+    return begin <= number && number < end;
+  });
+  if (!g.found) return {};
+  // The rows' chunks before c are numbered before all chunks c.
+  const int most = __reduce_max_sync(0xffffffffu, g.chunks);
+  int c = 0;
+  for (int step = 1 << (31 - __clz(most)); step > 0; step /= 2) {
+    const int below = __reduce_add_sync(0xffffffffu, min(g.chunks, c + step));
+    if (g.begin + below <= number) c += step;
+  }
+  const int rank = number - g.begin - __reduce_add_sync(0xffffffffu, min(g.chunks, c));
+  const unsigned has = __ballot_sync(0xffffffffu, g.chunks > c);
+  const int lane = threadIdx.x % 32;
+  const bool mine = g.chunks > c && __popc(has & ((1u << lane) - 1)) == rank;
+  return {g.row + __ffs(__ballot_sync(0xffffffffu, mine)) - 1, c};
+}
+
+// Where a block is.
 struct Place {
   int key_head, value_head, decay_head;
-  int value;            // first value of the slice within its head
-  int begin, count;     // the row's tokens in the step
-  bool fresh;           // the row starts from a zero state
-  const float* history; // the row's, [conv_width - 1, channels]
-  int64_t channels;     // of one history entry
+  int begin, count;      // the row's tokens in the step
+  bool fresh;            // the row starts from a zero state
+  const float* history;  // the row's, [conv_width - 1, channels]
+  int64_t channels;      // of one history entry
 };
 
-// Start the kernel with blocks of `slice` values of a head: 16, 32, 64 or 128.
-void start_head_64(const DeltaMix& op, Context& context, int slice);
-void start_head_128(const DeltaMix& op, Context& context, int slice);
-void start_channel_64(const DeltaMix& op, Context& context, int slice);
-void start_channel_128(const DeltaMix& op, Context& context, int slice);
+__device__ inline Place place_of(const DeltaMix& op, int row, int value_head) {
+  const int begin = op.rows.begin[row];
+  return {.key_head = value_head * op.key_heads / op.value_heads,
+          .value_head = value_head,
+          .decay_head = value_head * op.decay_heads / op.value_heads,
+          .begin = begin,
+          .count = op.rows.begin[row + 1] - begin,
+          .fresh = op.rows.first[row] == 0,
+          .history = op.history.data == nullptr ? nullptr : at(op.history, op.rows.slot[row]),
+          .channels = 2 * int64_t(op.key_heads) * op.key_dim +
+                      int64_t(op.value_heads) * op.value_dim};
+}
 
-// Barriers of the block; 0 is __syncthreads()'s.
-constexpr int kPrepareBarrier = 1, kConsumeBarrier = 2, kFull = 3, kEmpty = 5;
+// One turn: both kernels, the second in blocks of `slice` values (16, 32 or 64) and `rows`
+// rows at a time.
+struct Starts {
+  void (*prepare)(const DeltaMix& op, Context& context, const Turn& turn);
+  void (*advance)(const DeltaMix& op, Context& context, const Turn& turn, int slice, int rows);
+  size_t image;  // bytes
+  int blocks;    // of prepare() on a multiprocessor
+};
+// Whole rows in one kernel: keys of 128, values in multiples of it, one number decays a head.
+void start_rows(const DeltaMix& op, Context& context);
+
+Starts head_starts(int key_dim);     // one number decays a head, or none
+Starts channel_starts(int key_dim);  // each key channel has its own decay, or erase gate
 
 }  // namespace weir::cuda::chunk

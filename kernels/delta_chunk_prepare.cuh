@@ -1,23 +1,28 @@
 #pragma once
-#include <type_traits>
-
 #include "kernels/delta_chunk_layout.cuh"
 
-// The preparing warps of the chunk kernel: from raw projections to what the state needs of a chunk.
+// From raw projections to a chunk's vectors: convolutions, activations, norms and gates.
 namespace weir::cuda::chunk {
 
+constexpr int kPreparers = 256;  // threads of a block that prepare
+__device__ inline void meet_preparers() { meet(1, kPreparers); }  // 0 is __syncthreads()'s
 constexpr float kLog2E = 1.4426950408889634f;
-
-__device__ inline void meet_preparers() { meet(kPrepareBarrier, kPreparers); }
 
 __device__ inline float4 zero4() { return {0, 0, 0, 0}; }
 __device__ inline float4 load4(const float* from) { return *reinterpret_cast<const float4*>(from); }
+__device__ inline uint2 packed(float4 x) { return {pack(x.x, x.y), pack(x.z, x.w)}; }
 __device__ inline void store_halves(half* to, float4 x) {
-  *reinterpret_cast<uint2*>(to) = {pack(x.x, x.y), pack(x.z, x.w)};
+  *reinterpret_cast<uint2*>(to) = packed(x);
+}
+// To device memory. Written out, as the compiler makes four stores of an assignment.
+__device__ inline void store4(float* to, float4 x) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z),
+               "f"(x.w)
+               : "memory");
 }
 __device__ inline float4 load_halves(const half* from) {
-  const uint2 packed = *reinterpret_cast<const uint2*>(from);
-  const float2 low = unpack(packed.x), high = unpack(packed.y);
+  const uint2 both = *reinterpret_cast<const uint2*>(from);
+  const float2 low = unpack(both.x), high = unpack(both.y);
   return {low.x, low.y, high.x, high.y};
 }
 __device__ inline float4 scaled(float4 x, float s) { return {x.x * s, x.y * s, x.z * s, x.w * s}; }
@@ -27,28 +32,48 @@ __device__ inline float4 times(float4 a, float4 b) {
 __device__ inline float4 plus(float4 a, float4 b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
+__device__ inline float4 minus(float4 a, float4 b) {
+  return {a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w};
+}
 template <typename F>
 __device__ inline float4 each(float4 x, const F& f) {
   return {f(x.x), f(x.y), f(x.z), f(x.w)};
 }
 
-// 1 / (1 + exp(-x)) within 2.5e-4, half of a half's rounding: one instruction for the exponential.
-__device__ inline float fast_sigmoid(float x) {
-  float tanh;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(0.5f * x));
-  return 0.5f + 0.5f * tanh;
+__device__ inline float tanh_fast(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
-__device__ inline float fast_silu(float x) { return x * fast_sigmoid(x); }
+// 1 / (1 + exp(-x)) within 2.5e-4, half of a half's rounding: one instruction for the exponential.
+__device__ inline float fast_sigmoid(float x) { return 0.5f + 0.5f * tanh_fast(0.5f * x); }
+__device__ inline float fast_silu(float x) {
+  const float half_x = 0.5f * x;
+  return half_x + half_x * tanh_fast(half_x);
+}
 
-// The activations of queries and keys that the chunk kernel knows.
-__device__ inline float4 activated(Activation activation, float4 x) {
-  if (activation == Activation::Silu) return each(x, fast_silu);
-  if (activation == Activation::None) return x;
-  return each(x, [&](float one) {
-    const float above = fmaxf(one, 0.0f);
-    if (activation == Activation::Relu) return above;
-    return above + exp2_fast(kLog2E * fminf(one, 0.0f));  // elu(x) + 1
-  });
+// 1 / sqrt(x) of a normal number.
+__device__ inline float rsqrt_fast(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The activations of queries and keys that the chunk kernels know, on x[0] .. x[kCount - 1].
+template <int kCount>
+__device__ inline void activate(Activation activation, float4* x) {
+  if (activation == Activation::Silu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = each(x[i], fast_silu);
+  } else if (activation != Activation::None) {
+    const float rest = activation == Activation::Relu ? 0.0f : 1.0f;  // elu(x) + 1
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = each(x[i], [&](float one) {
+        return fmaxf(one, 0.0f) + rest * exp2_fast(kLog2E * fminf(one, 0.0f));
+      });
+    }
+  }
 }
 
 // log2(exp(softplus(x))). log(1 + e) is its series where 1 + e would lose e.
@@ -58,18 +83,17 @@ __device__ inline float log2_softplus(float x) {
   return x > 30.0f ? kLog2E * x : e < 0.015625f ? series : __log2f(1.0f + e);
 }
 
-// Consecutive tokens of one group of threads, each of them with four neighbouring channels of kDim.
-template <int kDim>
+// Consecutive tokens of one group of threads, each of them with four neighbouring channels of K.
+template <int K>
 struct Run {
-  static constexpr int kLanes = kDim / 4;                           // threads of a group
-  static constexpr int kCount = kTokens * kLanes / kPreparers;      // its tokens
+  static constexpr int kLanes = K / 4;                          // threads of a group
+  static constexpr int kCount = kTokens * kLanes / kPreparers;  // its tokens
   static_assert(kCount >= 1 && kLanes <= 32);
   int channel, first;  // first channel; first token of the chunk
-  __device__ Run()
-      : channel(threadIdx.x % kLanes * 4), first(threadIdx.x / kLanes * kCount) {}
+  __device__ Run() : channel(threadIdx.x % kLanes * 4), first(threadIdx.x / kLanes * kCount) {}
 };
 
-// One of the three convolutions, from the first of the block's channels on.
+// One of the three convolutions, from the first of the head's channels on.
 struct Stream {
   const float* in;      // at the row's first token
   int64_t stride;
@@ -78,7 +102,7 @@ struct Stream {
 __device__ inline Stream stream(const DeltaMix& op, const Place& place, int which) {
   const int64_t keys = int64_t(op.key_heads) * op.key_dim;
   const int64_t column = which < 2 ? int64_t(place.key_head) * op.key_dim
-                                   : int64_t(place.value_head) * op.value_dim + place.value;
+                                   : int64_t(place.value_head) * op.value_dim;
   const Acts in = which == 0 ? op.q : which == 1 ? op.k : op.v;
   const float* taps = which == 0 ? op.conv_q : which == 1 ? op.conv_k : op.conv_v;
   const float* bias = which == 0 ? op.conv_q_bias : which == 1 ? op.conv_k_bias : op.conv_v_bias;
@@ -87,19 +111,36 @@ __device__ inline Stream stream(const DeltaMix& op, const Place& place, int whic
           bias == nullptr ? nullptr : bias + column, place.history + which * keys + column};
 }
 
-// Taps of dim channels to shared memory, as if the width were four.
-__device__ inline void keep_taps(const Stream& s, int width, int dim, float* to) {
-  for (int i = threadIdx.x; i < kTaps * dim; i += blockDim.x) {
-    const int j = i / dim, channel = i % dim, tap = j - 4 + width;
-    float x = 0;
-    if (j == 4) {
-      x = s.bias == nullptr ? 0.0f : s.bias[channel];
-    } else if (width == 0) {
-      x = j == 3 ? 1.0f : 0.0f;
-    } else if (tap >= 0) {
-      x = s.taps[channel * width + tap];
-    }
-    to[i] = x;
+// A channel's taps, oldest first, as if the width were four.
+__device__ inline float4 taps_of(const Stream& s, int width, int channel) {
+  if (width == 4) return load4(s.taps + channel * 4);
+  if (width == 0) return {0, 0, 0, 1};
+  const float* const taps = s.taps + channel * width;
+  return {0, width > 2 ? taps[width - 3] : 0.0f, width > 1 ? taps[width - 2] : 0.0f,
+          taps[width - 1]};
+}
+
+// Four channels' taps of one age each, oldest first.
+struct Taps {
+  float4 age[4], bias;
+};
+__device__ inline Taps load_taps(const Stream& s, int width, int channel) {
+  const float4 a = taps_of(s, width, channel), b = taps_of(s, width, channel + 1);
+  const float4 c = taps_of(s, width, channel + 2), d = taps_of(s, width, channel + 3);
+  return {{{a.x, b.x, c.x, d.x}, {a.y, b.y, c.y, d.y}, {a.z, b.z, c.z, d.z}, {a.w, b.w, c.w, d.w}},
+          s.bias == nullptr ? zero4() : load4(s.bias + channel)};
+}
+
+// The convolution of four channels: x holds three tokens before the first of kCount, and ends with
+// its results in front.
+template <int kCount>
+__device__ inline void apply_taps(const Taps& taps, float4 (&x)[kCount + 3]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float4 sum = taps.bias;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum = plus(sum, times(taps.age[j], x[i + j]));
+    x[i] = sum;
   }
 }
 
@@ -107,9 +148,8 @@ __device__ inline void keep_taps(const Stream& s, int width, int dim, float* to)
 // x[kCount - 1]. What lies behind the row's end is zero before its convolution and must not be
 // kept after it. `inside`: all of the chunk and the tokens before it are the row's.
 template <int kCount>
-__device__ inline void convolve(const DeltaMix& op, const Place& place, const Stream& s,
-                                const float* taps, int dim, int first, int channel, bool inside,
-                                float4 (&x)[kCount + 3]) {
+__device__ inline void convolve(const DeltaMix& op, const Place& place, const Stream& s, int first,
+                                int channel, bool inside, float4 (&x)[kCount + 3]) {
   const float* const now = s.in + int64_t(first - 3) * s.stride + channel;
   if (inside) {
 #pragma unroll
@@ -124,16 +164,7 @@ __device__ inline void convolve(const DeltaMix& op, const Place& place, const St
       x[j] = known ? load4(from) : zero4();
     }
   }
-  float4 tap[kTaps];
-#pragma unroll
-  for (int j = 0; j < kTaps; ++j) tap[j] = load4(taps + j * dim + channel);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    float4 y = tap[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) y = plus(y, times(tap[j], x[i + j]));
-    x[i] = y;
-  }
+  apply_taps<kCount>(load_taps(s, op.conv_width, channel), x);
 }
 
 // kCount tokens' four columns of acts from the row's token `first` on; those behind the row's end
@@ -147,61 +178,48 @@ __device__ inline void gather(const Acts& acts, const Place& place, int first, i
   }
 }
 
-// What normalises each of a group's vectors: their sums over lanes side by side.
-template <int K>
-__device__ inline void norm_scales(QkNorm norm, const float4* x, float (&scale)[Run<K>::kCount]) {
-  const bool l2 = norm == QkNorm::L2;
+// What normalises each of the vectors of a group of K / 4 lanes. A lane gives half of its sums to
+// another one for half of the other's until it has one vector's; all of them then ask it.
+template <int K, int kCount>
+__device__ inline void norm_scales(QkNorm norm, const float4* x, float (&scale)[kCount]) {
+  constexpr int kLanes = K / 4;
+  const bool sums = norm == QkNorm::Sum;
+  float sum[kCount], other[kCount];
 #pragma unroll
-  for (int i = 0; i < Run<K>::kCount; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     const float4 y = x[i];
-    scale[i] = l2 ? y.x * y.x + y.y * y.y + y.z * y.z + y.w * y.w : y.x + y.y + y.z + y.w;
+    sum[i] = sums ? y.x + y.y + y.z + y.w : y.x * y.x + y.y * y.y + y.z * y.z + y.w * y.w;
   }
+  int step = kLanes / 2;
 #pragma unroll
-  for (int step = K / 8; step > 0; step /= 2) {
+  for (int left = kCount / 2; left > 0; left /= 2, step /= 2) {
+    const bool upper = threadIdx.x & step;
 #pragma unroll
-    for (int i = 0; i < Run<K>::kCount; ++i) {
-      scale[i] += __shfl_xor_sync(0xffffffffu, scale[i], step);
+    for (int i = 0; i < left; ++i) {
+      other[i] = __shfl_xor_sync(0xffffffffu, upper ? sum[i] : sum[i + left], step);
     }
+#pragma unroll
+    for (int i = 0; i < left; ++i) sum[i] = (upper ? sum[i + left] : sum[i]) + other[i];
   }
 #pragma unroll
-  for (int i = 0; i < Run<K>::kCount; ++i) {
-    scale[i] = l2 ? rsqrtf(scale[i] + 1e-6f) : __fdividef(1.0f, scale[i]);
+  for (; step > 0; step /= 2) sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], step);
+  const float least = norm == QkNorm::L2 ? 0.0f : 1e-12f, more = norm == QkNorm::L2 ? 1e-6f : 0;
+  const float own = sums ? __fdividef(1.0f, sum[0]) : rsqrt_fast(fmaxf(sum[0], least) + more);
+  const int first = threadIdx.x % 32 / kLanes * kLanes;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    scale[i] = __shfl_sync(0xffffffffu, own, first + i * (kLanes / kCount));
   }
 }
 
-// Loads of a later chunk's inputs on their way to the L2 cache.
-template <int K, int kValues>
-__device__ inline void prefetch(const DeltaMix& op, const Place& place, int chunk_first) {
-  const int64_t key = int64_t(place.key_head) * K;
-  const int64_t value = int64_t(place.value_head) * op.value_dim + place.value;
-  const auto lines = [&](const Acts& acts, int64_t column, auto dim) {
-    constexpr int kOfToken = (dim.value + 31) / 32;  // 128 bytes each
-    const int t = chunk_first + int(threadIdx.x) / kOfToken;
-    if (acts.data == nullptr || threadIdx.x >= kTokens * kOfToken || t >= place.count) return;
-    const float* line = at(acts, place.begin + t) + column + threadIdx.x % kOfToken * 32;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-  };
-  const std::integral_constant<int, K> keys;
-  const std::integral_constant<int, kValues> values;
-  lines(op.q, key, keys);
-  lines(op.k, key, keys);
-  lines(op.v, value, values);
-  lines(op.gate, value, values);
-  lines(op.erase, key, keys);
-  lines(op.write, value, values);
-  if (op.decay == Decay::PerChannel) {
-    lines(op.decay_in, int64_t(place.decay_head) * K, keys);
-  }
-}
-
-// The logits of a chunk's gates of the whole head, two tokens for each lane of the first warp.
+// The logits of a chunk's gates of the whole head, two tokens for each lane of a warp.
 struct ScalarLogits {
   float beta[2], decay[2];
 
   __device__ void load(const DeltaMix& op, const Place& place, int chunk_first) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int t = chunk_first + 2 * int(threadIdx.x) + i;
+      const int t = chunk_first + 2 * int(threadIdx.x % 32) + i;
       const bool known = t < place.count;
       const int64_t token = place.begin + t;
       beta[i] = known && op.beta.data != nullptr ? at(op.beta, token)[place.value_head] : 0.0f;
@@ -212,23 +230,48 @@ struct ScalarLogits {
   }
 };
 
-// One chunk into one stage.
-template <int K, bool kChannel, int kWarps>
-struct Preparer {
-  using Shared = Layout<K, kChannel, kWarps>;
+// What a block prepares a chunk in.
+template <int K, bool kChannel>
+struct Workshop {
+  static constexpr int kLogPitch = K + 16, kDiagonalPitch = kBlock;
+  Image<K, kChannel> image;
+  float diagonal[4][kBlock * kDiagonalPitch];       // A's diagonal blocks, transposed
+  float logs[kChannel ? kTokens * kLogPitch : kTokens];  // L, in powers of two
+  float beta[kTokens];
+  float run_sums[kChannel ? kPreparers * 4 : 4];    // log decays of each thread's tokens
+  int row, chunk;
+};
+
+// Raw projections where they are in device memory.
+struct DeviceSource {
   const DeltaMix& op;
   const Place& place;
-  Shared& shared;
-  typename Shared::Stage& to;
+  int first;  // the chunk's first token in the row
+
+  // Four channels at kCount of the chunk's tokens, convolved.
+  template <int kCount>
+  __device__ void convolved(int which, int token, int channel, float4 (&x)[kCount + 3]) const {
+    const bool inside = first > 0 && first + kTokens <= place.count;
+    convolve<kCount>(op, place, stream(op, place, which), first + token, channel, inside, x);
+  }
+};
+
+// kPass: tokens of a thread at one time; the fewer, the more blocks a multiprocessor has registers
+// for.
+template <int K, bool kChannel, typename Shop = Workshop<K, kChannel>,
+          typename Source = DeviceSource, int kPass = kChannel && K == 128 ? 8 : 4>
+struct Preparer {
+  const DeltaMix& op;
+  const Place& place;
+  Shop& shop;
+  Source source;
   int first;  // the chunk's first token in the row
 
   __device__ bool valid(int t) const { return first + t < place.count; }
-  __device__ bool inside() const { return first > 0 && first + kTokens <= place.count; }
-  __device__ int64_t token(int t) const { return place.begin + first + t; }
 
-  // beta of every token, with L and what follows from it where one number decays a head. One warp.
+  // beta of every token, and L with what follows from it where one number decays a head. One warp.
   __device__ void scalar_gates(const ScalarLogits& logits) const {
-    const int lane = threadIdx.x, t = 2 * lane;
+    const int lane = threadIdx.x % 32, t = 2 * lane;
     float g[2], beta[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -240,26 +283,26 @@ struct Preparer {
         g[i] = op.lower_bound < 0 ? kLog2E * op.lower_bound * fast_sigmoid(a * x)
                                   : -a * log2_softplus(x);
       }
-      shared.beta[t + i] = beta[i];
-      to.written[t + i] = op.write.data == nullptr ? beta[i] : 1.0f;
+      shop.beta[t + i] = beta[i];
     }
-    if (kChannel) return;
-    float sum = g[0] + g[1];
+    if constexpr (!kChannel) {
+      float sum = g[0] + g[1];
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const float before = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += before;
-    }
-    const float last = __shfl_sync(0xffffffffu, sum, 31);
-    const float L[2] = {sum - g[1], sum};
+      for (int step = 1; step < 32; step *= 2) {
+        const float before = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += before;
+      }
+      const float last = __shfl_sync(0xffffffffu, sum, 31);
+      const float L[2] = {sum - g[1], sum};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      shared.logs[t + i] = L[i];
-      to.recalled[t + i] = beta[i] * exp2_fast(L[i]);
-      to.asked[t + i] = exp2_fast(L[i]);
-      to.kept[t + i] = exp2_fast(last - L[i]);
+      for (int i = 0; i < 2; ++i) {
+        shop.logs[t + i] = L[i];
+        shop.image.recalled[t + i] = beta[i] * exp2_fast(L[i]);
+        shop.image.asked[t + i] = exp2_fast(L[i]);
+        shop.image.kept[t + i] = exp2_fast(last - L[i]);
+      }
+      if (lane < 4) shop.image.decay[lane] = exp2_fast(last);
     }
-    if (lane == 0) to.decay[0] = exp2_fast(last);
   }
 
   // L within each thread's run of tokens, per channel; the runs' sums beside it.
@@ -291,9 +334,13 @@ struct Preparer {
     for (int i = 0; i < kCount; ++i) {
       const int t = run.first + i;
       if (valid(t)) sum = plus(sum, g[i]);
-      *reinterpret_cast<float4*>(&shared.logs[t * Shared::kLogPitch + run.channel]) = sum;
+      *logs_of(t, run.channel) = sum;
     }
-    *reinterpret_cast<float4*>(&shared.run_sums[4 * threadIdx.x]) = sum;
+    *reinterpret_cast<float4*>(&shop.run_sums[4 * threadIdx.x]) = sum;
+  }
+  __device__ float4* logs_of(int t, int channel) const {
+    return reinterpret_cast<float4*>(
+        &shop.logs[t * Workshop<K, kChannel>::kLogPitch + channel]);
   }
 
   template <int kCount>
@@ -317,60 +364,89 @@ struct Preparer {
     const Run<K> run;
     float4 before = zero4();
     for (int i = threadIdx.x % Run<K>::kLanes; i < int(threadIdx.x); i += Run<K>::kLanes) {
-      before = plus(before, load4(&shared.run_sums[4 * i]));
+      before = plus(before, load4(&shop.run_sums[4 * i]));
     }
 #pragma unroll
     for (int i = 0; i < Run<K>::kCount; ++i) {
-      float4* const L = reinterpret_cast<float4*>(
-          &shared.logs[(run.first + i) * Shared::kLogPitch + run.channel]);
+      float4* const L = logs_of(run.first + i, run.channel);
       *L = plus(*L, before);
     }
   }
 
-  // Queries and keys: convolved, activated, normalised.
-  __device__ void keys() const {
-    constexpr int kCount = Run<K>::kCount;
+  // Queries (0) or keys (1): convolved, activated, normalised.
+  __device__ void keys(int which) const {
     const Run<K> run;
+    const float whole = which == 0 ? rsqrtf(float(K)) : 1.0f;
+    half* const kept = which == 0 ? shop.image.q : kChannel ? shop.image.end : shop.image.k;
 #pragma unroll 1
-    for (int which = 0; which < 2; ++which) {
-      float4 x[kCount + 3];
-      float scale[kCount];
-      convolve<kCount>(op, place, stream(op, place, which), shared.key_taps[which][0], K,
-                       first + run.first, run.channel, inside(), x);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) x[i] = activated(op.qk_activation, x[i]);
+    for (int from = run.first; from < run.first + Run<K>::kCount; from += kPass) {
+      float4 x[kPass + 3];
+      float scale[kPass];
+      source.template convolved<kPass>(which, from, run.channel, x);
+      activate<kPass>(op.qk_activation, x);
       norm_scales<K>(op.qk_norm, x, scale);
-      const float whole = which == 0 ? rsqrtf(float(K)) : 1.0f;
-      half* const kept = which == 0 ? to.q : kChannel ? to.end : to.k;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int t = run.first + i, place_of = t * Shared::kKeyPitch + run.channel;
-        x[i] = valid(t) ? scaled(x[i], scale[i] * whole) : zero4();
-        store_halves(&kept[place_of], x[i]);
+      for (int i = 0; i < kPass; ++i) {
+        x[i] = valid(from + i) ? scaled(x[i], scale[i] * whole) : zero4();
+        store_halves(&kept[panel_at(from + i, run.channel)], x[i]);
       }
-      if (kChannel && which == 1) erase(x);
+      if (kChannel && which == 1) erase(from, x);
     }
   }
 
-  // The keys times beta or the erase gate; x is used up.
-  __device__ void erase(float4 (&x)[Run<K>::kCount + 3]) const {
-    constexpr int kCount = Run<K>::kCount;
+  // The keys of tokens `from` .. times beta or the erase gate; x is used up.
+  __device__ void erase(int from, float4 (&x)[kPass + 3]) const {
     const Run<K> run;
     if (op.erase.data != nullptr) {
-      float4 logit[kCount];
-      gather<kCount>(op.erase, place, first + run.first,
-                     int64_t(place.key_head) * K + run.channel, logit);
+      float4 logit[kPass];
+      gather<kPass>(op.erase, place, first + from, int64_t(place.key_head) * K + run.channel,
+                    logit);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
+      for (int i = 0; i < kPass; ++i) {
         x[i] = scaled(times(x[i], each(logit[i], fast_sigmoid)), op.beta_scale);
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) x[i] = scaled(x[i], shared.beta[run.first + i]);
+      for (int i = 0; i < kPass; ++i) x[i] = scaled(x[i], shop.beta[from + i]);
     }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      store_halves(&to.k[(run.first + i) * Shared::kKeyPitch + run.channel], x[i]);
+    for (int i = 0; i < kPass; ++i) {
+      store_halves(&shop.image.k[panel_at(from + i, run.channel)], x[i]);
+    }
+  }
+
+  // Values, convolved, activated and times beta or the write gate, to the tile's slices: 64 values
+  // by each half of the block.
+  __device__ void values(half* slices) const {
+    constexpr int kCount = kChannel ? 8 : 4;
+    const int thread = threadIdx.x % 128, first_value = threadIdx.x / 128 * 64 + thread % 16 * 4;
+    constexpr int kPasses = 8 / kCount;  // of a thread's tokens
+#pragma unroll 1
+    for (int pass = 0; first_value + pass / kPasses * 128 < op.value_dim; ++pass) {
+      const int value = first_value + pass / kPasses * 128;
+      const int run = thread / 16 * 8 + pass % kPasses * kCount;
+      float4 x[kCount + 3];
+      source.template convolved<kCount>(2, run, value, x);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) x[i] = each(x[i], fast_silu);
+      if (kChannel && op.write.data != nullptr) {
+        float4 logit[kCount];
+        gather<kCount>(op.write, place, first + run,
+                       int64_t(place.value_head) * op.value_dim + value, logit);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          x[i] = times(x[i], each(logit[i], fast_sigmoid));
+          if (!valid(run + i)) x[i] = zero4();
+        }
+      } else {  // beta is zero behind the row's end, and so is what is read there
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) x[i] = scaled(x[i], shop.beta[run + i]);
+      }
+      half* const slice = slices + value / kSliceValues * kTokens * kSliceValues;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        store_halves(&slice[value_at(run + i, value % kSliceValues)], x[i]);
+      }
     }
   }
 };

@@ -4,9 +4,32 @@
 // The products between a chunk's own tokens: A with the inverses of its diagonal blocks, and P.
 namespace weir::cuda::chunk {
 
-// Block row and column of the i-th of the six blocks of 16 x 16 below the diagonal.
-__device__ inline int block_row(int i) { return i == 0 ? 1 : i < 3 ? 2 : 3; }
-__device__ inline int block_column(int i) { return i == 0 ? 0 : i < 3 ? i - 1 : i - 3; }
+// What lane l gives load_matrices() for a fragment of a panel matrix, 16 tokens and 16 channels:
+// the address of the first panel's row, and which piece of it, to be permuted by ^ (channel / 8).
+struct PanelLane {
+  uint32_t row;
+  uint32_t piece;  // times 16 bytes
+
+  // Of the left operand, or, transposed, of two neighbouring right ones whose rows are tokens.
+  __device__ static PanelLane of_a(const half* panels) {
+    const int lane = threadIdx.x % 32, t = lane % 16;
+    return {shared_address(panels + t * 64), uint32_t((lane / 16 ^ t % 8) * 16)};
+  }
+  // Of two neighbouring right operands whose columns are tokens.
+  __device__ static PanelLane of_b(const half* panels) {
+    const int lane = threadIdx.x % 32, t = lane % 8 + lane / 16 * 8;
+    return {shared_address(panels + t * 64), uint32_t((lane / 8 % 2 ^ t % 8) * 16)};
+  }
+  // The fragment from this token (a multiple of 16) and channel (likewise) on.
+  __device__ uint32_t at(int token, int channel) const {
+    return row + channel / 64 * (kTokens * 128) + token * 128 + (piece ^ channel % 64 * 2);
+  }
+};
+// Of two neighbouring right operands in a 16 x 16 block whose rows are their columns.
+__device__ inline uint32_t pair_lane(const half* blocks) {
+  const int lane = threadIdx.x % 32;
+  return shared_address(blocks + within_pair(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8));
+}
 
 // Of 16 numbers in each lane, called with 8: lanes 2 l and 2 l + 1 end with the sums over all even
 // and all odd lanes of the l-th in place of their first.
@@ -21,61 +44,77 @@ __device__ inline void scatter_sums(float (&x)[16]) {
   if constexpr (kStep > 1) scatter_sums<kStep / 2>(x);
 }
 
-template <int K, bool kChannel, int kWarps>
+// Of the blocks (b, c) of 16 x 16 tokens, of both A and P.
+template <int K, bool kChannel, typename Shop = Workshop<K, kChannel>>
 struct Products {
-  using Shared = Layout<K, kChannel, kWarps>;
-  static constexpr int kPitch = Shared::kKeyPitch;
-  Shared& shared;
-  typename Shared::Stage& to;
+  static constexpr int kDiagonalPitch = Workshop<K, kChannel>::kDiagonalPitch;
+  static constexpr int kLogPitch = Workshop<K, kChannel>::kLogPitch;
+  // Half a block's decay, in powers of two, that float32 exponents surely hold, twice.
+  static constexpr float kHalfDecayMost = 60;
+  Shop& shop;
+  int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;  // the lane's row and column
+
+  __device__ Image<K, kChannel>& image() const { return shop.image; }
+  __device__ half* p_at(int t, int s) const { return &shop.image.p[panel_at(t, s)]; }
+
+  // P's blocks above the diagonal ones, 16 bytes at a time.
+  __device__ void clear_above() const {
+    const int t = threadIdx.x / 4, s = t / kBlock * kBlock + kBlock + threadIdx.x % 4 * 8;
+    if (s < kTokens) *reinterpret_cast<uint4*>(p_at(t, s)) = {0, 0, 0, 0};
+    if (s + 32 < kTokens) *reinterpret_cast<uint4*>(p_at(t, s + 32)) = {0, 0, 0, 0};
+  }
 
   // Scalar decay: <k_t, k_s> and <q_t, k_s> of block (b, c), decayed; A's rows times beta.
   __device__ void scalar_block(int b, int c) const {
     float A[2][4] = {}, P[2][4] = {};
-    const half *left = &to.k[b * kBlock * kPitch], *asked = &to.q[b * kBlock * kPitch];
-    const half* right = &to.k[c * kBlock * kPitch];
+    const PanelLane left = PanelLane::of_a(image().k), asked = PanelLane::of_a(image().q);
+    const PanelLane right = PanelLane::of_b(image().k);
 #pragma unroll
     for (int i = 0; i < K; i += 16) {
       uint32_t k[4], q[4], s[4];
-      load_matrices(k, rows_of_a(left + i, kPitch));
-      load_matrices(q, rows_of_a(asked + i, kPitch));
-      load_matrices(s, rows_of_b(right + i, kPitch));
+      load_matrices(k, left.at(b * kBlock, i));
+      load_matrices(q, asked.at(b * kBlock, i));
+      load_matrices(s, right.at(c * kBlock, i));
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         multiply(A[n], k, s[2 * n], s[2 * n + 1]);
         multiply(P[n], q, s[2 * n], s[2 * n + 1]);
       }
     }
-    const int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int t = b * kBlock + g + i / 2 * 8, s = c * kBlock + 8 * n + p + i % 2;
-        const float decay = exp2_fast(shared.logs[t] - shared.logs[s]);
-        A[n][i] = s < t ? A[n][i] * decay * shared.beta[t] : 0.0f;
-        P[n][i] = s <= t ? P[n][i] * decay : 0.0f;
+        const float decay = exp2_fast(fminf(shop.logs[t] - shop.logs[s], 0.0f));
+        A[n][i] *= decay * shop.beta[t];
+        P[n][i] *= decay;
       }
     }
     keep(b, c, A, P);
   }
 
-  // Accumulators of block (b, c) to shared memory.
+  // Accumulators of block (b, c) to shared memory; of a diagonal one, what is below the diagonal.
   __device__ void keep(int b, int c, const float (&A)[2][4], const float (&P)[2][4]) const {
-    const int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // rows g and g + 8
         const int row = g + 8 * h, column = 8 * n + p;
-        const int at = (b * kBlock + row) * Shared::kTokenPitch + c * kBlock + column;
-        *reinterpret_cast<uint32_t*>(&to.p[at]) = pack(P[n][2 * h], P[n][2 * h + 1]);
+        float a[2] = {A[n][2 * h], A[n][2 * h + 1]}, ask[2] = {P[n][2 * h], P[n][2 * h + 1]};
         if (b == c) {
-          float* const transposed = &shared.diagonal[b][column * Shared::kDiagonalPitch + row];
-          transposed[0] = A[n][2 * h];
-          transposed[Shared::kDiagonalPitch] = A[n][2 * h + 1];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (column + i >= row) a[i] = 0;
+            if (column + i > row) ask[i] = 0;
+            shop.diagonal[b][(column + i) * kDiagonalPitch + row] = a[i];
+          }
         } else {
-          *reinterpret_cast<uint32_t*>(&to.a[at]) = pack(-A[n][2 * h], -A[n][2 * h + 1]);
+          const int at = pair_at(b, c) + within_pair(row, column);
+          *reinterpret_cast<uint32_t*>(&image().a[at]) = pack(-a[0], -a[1]);
         }
+        *reinterpret_cast<uint32_t*>(p_at(b * kBlock + row, c * kBlock + column)) =
+            pack(ask[0], ask[1]);
       }
     }
   }
@@ -84,7 +123,7 @@ struct Products {
   // is known of the solution out of all rows below at once.
   __device__ void invert(int b) const {
     const int column = threadIdx.x % 16;
-    const float* A = shared.diagonal[b];  // transposed
+    const float* A = shop.diagonal[b];  // transposed
     float x[kBlock];
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) x[i] = i == column ? 1.0f : 0.0f;
@@ -92,7 +131,7 @@ struct Products {
     for (int j = 0; j < kBlock - 1; ++j) {
 #pragma unroll
       for (int i = (j + 1) / 4 * 4; i < kBlock; i += 4) {
-        const float4 below = load4(A + j * Shared::kDiagonalPitch + i);  // zeros down to j
+        const float4 below = load4(A + j * kDiagonalPitch + i);  // zeros down to j
         x[i] -= below.x * x[j];
         x[i + 1] -= below.y * x[j];
         x[i + 2] -= below.z * x[j];
@@ -102,19 +141,74 @@ struct Products {
     if (threadIdx.x % 32 >= 16) return;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      to.a[(b * kBlock + i) * Shared::kTokenPitch + b * kBlock + column] = __float2half(x[i]);
+      image().a[pair_at(b, b) + within_pair(i, column)] = __float2half(x[i]);
     }
   }
 
   __device__ void scalar() const {
+    clear_above();
     const int warp = threadIdx.x / 32;
     if (warp < 4) {
       scalar_block(warp, warp);
       __syncwarp();
       invert(warp);
     } else {
-      for (int i = warp - 4; i < 6; i += 4) scalar_block(block_row(i), block_column(i));
+      // (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)
+      for (int i = warp - 4; i < 6; i += 4) {
+        scalar_block(i == 0 ? 1 : i < 3 ? 2 : 3, i == 0 ? 0 : i < 3 ? i - 1 : i - 3);
+      }
     }
+  }
+
+  __device__ float4 logs(int t, int channel) const {
+    return load4(&shop.logs[t * kLogPitch + channel]);
+  }
+  __device__ float4 numbers(const half* x, int t, int channel) const {
+    return load_halves(&x[panel_at(t, channel)]);
+  }
+  __device__ static float4 power(float4 x) { return each(x, exp2_fast); }
+  __device__ static float most(float4 x) {
+    return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+  }
+
+  // Per channel: diagonal block b with both operands decayed from or to its middle. The exponents
+  // are of both signs, so the products are of tf32, whose range is a float's. Which channels a
+  // product sums over is ours to choose: four neighbouring ones in each lane. False: a channel
+  // decays too much within the block.
+  __device__ bool diagonal_block(int b) const {
+    const int t = b * kBlock + g, lane = threadIdx.x % 4;
+    float A[2][4] = {}, P[2][4] = {}, far = 0;
+#pragma unroll 2
+    for (int i = 0; i < K; i += 16) {
+      const int channel = i + 4 * lane;
+      const float4 middle = logs(b * kBlock + 7, channel);
+      float4 k[2], q[2], s[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float4 L = minus(logs(t + 8 * h, channel), middle);
+        far = fmaxf(far, most(L));
+        const float4 since = power(L), until = power(scaled(L, -1));
+        k[h] = times(numbers(image().k, t + 8 * h, channel), since);
+        q[h] = times(numbers(image().q, t + 8 * h, channel), since);
+        s[h] = times(numbers(image().end, t + 8 * h, channel), until);
+      }
+      const auto sum = [&](float4 (&left)[2], float (&to)[2][4]) {
+        const uint32_t low[4] = {to_tf32(left[0].x), to_tf32(left[1].x), to_tf32(left[0].y),
+                                 to_tf32(left[1].y)};
+        const uint32_t high[4] = {to_tf32(left[0].z), to_tf32(left[1].z), to_tf32(left[0].w),
+                                  to_tf32(left[1].w)};
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          multiply_tf32(to[n], low, to_tf32(s[n].x), to_tf32(s[n].y));
+          multiply_tf32(to[n], high, to_tf32(s[n].z), to_tf32(s[n].w));
+        }
+      };
+      sum(k, A);
+      sum(q, P);
+    }
+    if (__any_sync(0xffffffffu, far > kHalfDecayMost)) return false;
+    keep(b, b, A, P);
+    return true;
   }
 
   // Per channel: row r of a diagonal block of 8 x 8, the differences of L themselves as exponents.
@@ -124,30 +218,26 @@ struct Products {
     constexpr int kPer = K / 32;
     const int lane = threadIdx.x % 32, first = 8 * block, t = first + r;
     float k[kPer], q[kPer], L[kPer], sum[16];
-    const auto halves = [&](const half* row, float (&x)[kPer]) {
+    const auto halves = [&](const half* x, int token, float (&to)[kPer]) {
 #pragma unroll
       for (int i = 0; i < kPer; i += 2) {
-        const float2 pair = unpack(*reinterpret_cast<const uint32_t*>(row + kPer * lane + i));
-        x[i] = pair.x;
-        x[i + 1] = pair.y;
+        const half* const from = &x[panel_at(token, kPer * lane + i)];
+        const float2 pair = unpack(*reinterpret_cast<const uint32_t*>(from));
+        to[i] = pair.x;
+        to[i + 1] = pair.y;
       }
     };
-    const auto logs = [&](int token, float (&x)[kPer]) {
-      const float* row = &shared.logs[token * Shared::kLogPitch + kPer * lane];
+    const auto logs = [&](int token, float (&to)[kPer]) {
 #pragma unroll
-      for (int i = 0; i < kPer; i += 2) {
-        const float2 pair = *reinterpret_cast<const float2*>(row + i);
-        x[i] = pair.x;
-        x[i + 1] = pair.y;
-      }
+      for (int i = 0; i < kPer; ++i) to[i] = shop.logs[token * kLogPitch + kPer * lane + i];
     };
-    halves(&to.k[t * kPitch], k);
-    halves(&to.q[t * kPitch], q);
+    halves(image().k, t, k);
+    halves(image().q, t, q);
     logs(t, L);
 #pragma unroll
     for (int s = 0; s < 8; ++s) {
       float key[kPer], Ls[kPer];
-      halves(&to.end[(first + s) * kPitch], key);
+      halves(image().end, first + s, key);
       logs(first + s, Ls);
       sum[s] = sum[8 + s] = 0;
 #pragma unroll
@@ -162,119 +252,110 @@ struct Products {
     const int s = lane / 2 % 8, b = block / 2, offset = block % 2 * 8;
     if (lane % 2 != 0) return;
     if (lane < 16) {
-      shared.diagonal[b][(offset + s) * Shared::kDiagonalPitch + offset + r] =
-          s < r ? all : 0.0f;
+      shop.diagonal[b][(offset + s) * kDiagonalPitch + offset + r] = s < r ? all : 0.0f;
     } else {
-      to.p[t * Shared::kTokenPitch + first + s] = __float2half(s <= r ? all : 0.0f);
+      *p_at(t, first + s) = __float2half(s <= r ? all : 0.0f);
     }
   }
 
   // Per channel: the lower left 8 x 8 of diagonal block b, both operands decayed to token 7 of the
-  // block as in channel_block(); keys in the upper and queries in the lower half of the left one.
-  // The upper right 8 x 8 is zero.
+  // block, so that no exponent is positive; keys in the upper and queries in the lower half of the
+  // left one. The upper right 8 x 8 is zero.
   __device__ void inner_block(int b) const {
-    const int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2, first = b * kBlock;
-    const float* last = &shared.logs[(first + 7) * Shared::kLogPitch];
+    const int first = b * kBlock, lane = threadIdx.x % 4;
     float sum[4] = {};
 #pragma unroll 2
     for (int i = 0; i < K; i += 16) {
-      uint32_t left[4], right[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int channel = i + p + 8 * h;
-        const float2 end = *reinterpret_cast<const float2*>(last + channel);
-        const float2 since = exponentials(first + 8 + g, channel, end, 1);
-        left[2 * h] = scaled_pair(to.k, first + 8 + g, channel, since);
-        left[2 * h + 1] = scaled_pair(to.q, first + 8 + g, channel, since);
-        const float2 until = exponentials(first + g, channel, end, -1);
-        right[h] = scaled_pair(to.end, first + g, channel, until);
-      }
-      multiply(sum, left, right[0], right[1]);
+      const int channel = i + 4 * lane;
+      const float4 end = logs(first + 7, channel);
+      const float4 since = power(minus(logs(first + 8 + g, channel), end));
+      const float4 until = power(minus(end, logs(first + g, channel)));
+      const uint2 k = packed(times(numbers(image().k, first + 8 + g, channel), since));
+      const uint2 q = packed(times(numbers(image().q, first + 8 + g, channel), since));
+      const uint2 s = packed(times(numbers(image().end, first + g, channel), until));
+      multiply(sum, {k.x, q.x, k.y, q.y}, s.x, s.y);
     }
-    const int t = first + 8 + g;
-    shared.diagonal[b][p * Shared::kDiagonalPitch + 8 + g] = sum[0];
-    shared.diagonal[b][(p + 1) * Shared::kDiagonalPitch + 8 + g] = sum[1];
-    shared.diagonal[b][(8 + p) * Shared::kDiagonalPitch + g] = 0;
-    shared.diagonal[b][(9 + p) * Shared::kDiagonalPitch + g] = 0;
-    *reinterpret_cast<uint32_t*>(&to.p[t * Shared::kTokenPitch + first + p]) =
-        pack(sum[2], sum[3]);
-    *reinterpret_cast<uint32_t*>(&to.p[(t - 8) * Shared::kTokenPitch + first + 8 + p]) = 0;
+    float* const below = &shop.diagonal[b][p * kDiagonalPitch + 8 + g];
+    below[0] = sum[0];
+    below[kDiagonalPitch] = sum[1];
+    float* const above = &shop.diagonal[b][(8 + p) * kDiagonalPitch + g];
+    above[0] = above[kDiagonalPitch] = 0;
+    *reinterpret_cast<uint32_t*>(p_at(first + 8 + g, first + p)) = pack(sum[2], sum[3]);
+    *reinterpret_cast<uint32_t*>(p_at(first + g, first + 8 + p)) = 0;
   }
 
-  // 2^(sign (L - end)) of two neighbouring channels, and them on two halves.
-  __device__ float2 exponentials(int t, int channel, float2 end, float sign) const {
-    const float2 L =
-        *reinterpret_cast<const float2*>(&shared.logs[t * Shared::kLogPitch + channel]);
-    return {exp2_fast(sign * (L.x - end.x)), exp2_fast(sign * (L.y - end.y))};
-  }
-  __device__ static uint32_t scaled_pair(const half* x, int t, int channel, float2 by) {
-    const float2 pair = unpack(*reinterpret_cast<const uint32_t*>(&x[t * kPitch + channel]));
-    return pack(pair.x * by.x, pair.y * by.y);
-  }
-
-  // Per channel: block (b, c) below the diagonal, both operands decayed to c's last token: behind
-  // it on the left, up to it on the right, so that no exponent is positive.
-  __device__ void channel_block(int b, int c) const {
-    const int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
-    const float* last = &shared.logs[(c * kBlock + kBlock - 1) * Shared::kLogPitch];
-    float A[2][4] = {}, P[2][4] = {};
+  // Per channel: kCount blocks (b, c), (b, c + 1) below the diagonal, both operands decayed to the
+  // last token before b: up to it on the right, behind it on the left, so that no exponent is
+  // positive.
+  template <int kCount>
+  __device__ void channel_blocks(int b, int c) const {
+    const int t = b * kBlock + g, lane = threadIdx.x % 4;
+    float A[kCount][2][4] = {}, P[kCount][2][4] = {};
 #pragma unroll 2
     for (int i = 0; i < K; i += 16) {
-      uint32_t k[4], q[4], s[2][2];
+      const int channel = i + 4 * lane;
+      const float4 end = logs(b * kBlock - 1, channel);
+      uint2 k[2], q[2];
 #pragma unroll
-      for (int f = 0; f < 4; ++f) {
-        const int row = g + f % 2 * 8, channel = i + p + f / 2 * 8;
-        const int t = b * kBlock + row, before = c * kBlock + row;
-        const float2 end = *reinterpret_cast<const float2*>(last + channel);
-        const float2 since = exponentials(t, channel, end, 1);
-        k[f] = scaled_pair(to.k, t, channel, since);
-        q[f] = scaled_pair(to.q, t, channel, since);
-        s[f % 2][f / 2] =
-            scaled_pair(to.end, before, channel, exponentials(before, channel, end, -1));
+      for (int h = 0; h < 2; ++h) {
+        const float4 since = power(minus(logs(t + 8 * h, channel), end));
+        k[h] = packed(times(numbers(image().k, t + 8 * h, channel), since));
+        q[h] = packed(times(numbers(image().q, t + 8 * h, channel), since));
       }
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        multiply(A[n], k, s[n][0], s[n][1]);
-        multiply(P[n], q, s[n][0], s[n][1]);
+      for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const int s = (c + j) * kBlock + 8 * n + g;
+          const float4 until = power(minus(end, logs(s, channel)));
+          const uint2 right = packed(times(numbers(image().end, s, channel), until));
+          multiply(A[j][n], {k[0].x, k[1].x, k[0].y, k[1].y}, right.x, right.y);
+          multiply(P[j][n], {q[0].x, q[1].x, q[0].y, q[1].y}, right.x, right.y);
+        }
       }
     }
-    keep(b, c, A, P);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) keep(b, c + j, A[j], P[j]);
   }
 
   // Keys and queries as the state meets them: decayed since the chunk's start, or until its end.
   __device__ void decay_in_place() const {
     const Run<K> run;
-    const float4 last = load4(&shared.logs[(kTokens - 1) * Shared::kLogPitch + run.channel]);
+    const float4 last = logs(kTokens - 1, run.channel);
 #pragma unroll
     for (int i = 0; i < Run<K>::kCount; ++i) {
-      const int t = run.first + i, at = t * kPitch + run.channel;
-      const float4 L = load4(&shared.logs[t * Shared::kLogPitch + run.channel]);
-      const float4 since = each(L, exp2_fast);
-      const float4 until = each(plus(last, scaled(L, -1)), exp2_fast);
-      store_halves(&to.k[at], times(load_halves(&to.k[at]), since));
-      store_halves(&to.q[at], times(load_halves(&to.q[at]), since));
-      store_halves(&to.end[at], times(load_halves(&to.end[at]), until));
+      const int at = panel_at(run.first + i, run.channel);
+      const float4 L = logs(run.first + i, run.channel);
+      const float4 since = power(L), until = power(minus(last, L));
+      store_halves(&image().k[at], times(load_halves(&image().k[at]), since));
+      store_halves(&image().q[at], times(load_halves(&image().q[at]), since));
+      store_halves(&image().end[at], times(load_halves(&image().end[at]), until));
     }
     if (run.first == 0) {
-      *reinterpret_cast<float4*>(&to.decay[run.channel]) = each(last, exp2_fast);
+      *reinterpret_cast<float4*>(&image().decay[run.channel]) = power(last);
     }
   }
 
-  // From keys, queries and L in shared memory, known to all preparing warps.
+  // From keys, queries and L in shared memory, known to the whole block.
   __device__ void channel() const {
+    clear_above();
     const int warp = threadIdx.x / 32;
+    if (warp < 4) {
+      if (!diagonal_block(warp)) {
 #pragma unroll 1
-    for (int r = 0; r < 8; ++r) diagonal_row(warp, r);
-    if (warp < 4) {
-      inner_block(warp);
-    } else {
-      channel_block(block_row(warp - 4), block_column(warp - 4));
-    }
-    meet_preparers();
-    if (warp < 4) {
+        for (int r = 0; r < 16; ++r) diagonal_row(2 * warp + r / 8, r % 8);
+        inner_block(warp);
+      }
+      __syncwarp();
       invert(warp);
-    } else if (warp < 6) {
-      channel_block(block_row(warp), block_column(warp));
+    } else if (warp == 4) {
+      channel_blocks<1>(1, 0);
+    } else if (warp == 5) {
+      channel_blocks<2>(2, 0);
+    } else if (warp == 6) {
+      channel_blocks<2>(3, 0);
+    } else {
+      channel_blocks<1>(3, 2);
     }
     meet_preparers();
     decay_in_place();

@@ -407,9 +407,8 @@ void run(const DeltaMix& op, Context& context) {
   int tokens_most = INT_MAX;  // longer rows have been run already
   const int longest = op.rows.tokens - op.rows.count + 1;  // at most, if no row is empty
   const bool plain = op.norm_output && !routed(op);
-  // The chunk kernel norms what it answers, and knows its rows when it starts.
-  const bool chunks = plain && op.qk_norm != QkNorm::L2Max && !op.rows.computed &&
-                      longest > kStepTokensMost;
+  // The chunk kernels norm what they answer, and know their rows when they start.
+  const bool chunks = plain && !op.rows.computed && longest > kStepTokensMost;
   if (chunks && run_chunks(op, context)) {
     if (op.rows.count == 1) return;
     tokens_most = kStepTokensMost;

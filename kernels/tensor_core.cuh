@@ -57,6 +57,18 @@ __device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The 11 leading bits of a number, rounded; what is left below them the tensor cores do not read.
+__device__ inline uint32_t to_tf32(float x) { return __float_as_uint(x) + 0x1000; }
+// C += A B by mma.m16n8k8: with l = lane % 4, A is {(g, l), (g + 8, l), (g, l + 4), (g + 8, l + 4)}
+// and B {(l, g), (l + 4, g)}.
+__device__ inline void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                     uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Two neighbouring C as one A.
 __device__ inline void narrow(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
   a[0] = pack(left[0], left[1]);

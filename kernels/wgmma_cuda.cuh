@@ -152,6 +152,60 @@ __device__ inline void multiply_halves(float (&sum)[32], const uint32_t (&a)[4],
                : WEIR_SUMS_64
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+
+// The numbers are made before, or read after, this and nowhere else: before products_begin() and
+// after products_wait() for what products change, before products_begin() for left operands.
+template <int kCount>
+__device__ inline void pin(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+template <int kCount>
+__device__ inline void pin(uint32_t (&x)[kCount][4]) {
+#pragma unroll
+  for (int i = 0; i < 4 * kCount; ++i) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
+}
+
+// The same rows as swizzled_rows(), of halves, but with the product's columns along a row: 64 of
+// them in a panel, the next 64 `panel` bytes on. 16 rows further on: + 16 * 128 bytes.
+__device__ inline uint64_t swizzled_columns(uint32_t address, uint32_t panel) {
+  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(panel >> 4) << 16 |
+         uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+}
+constexpr uint64_t kNextRows = 16 * 128 >> 4;
+
+// sum [64, wide] (+)= a [64, 16] b, of halves, a in the registers of its rows' threads as
+// mma.m16n8k16 has it; kAlong: b's columns lie along its rows (swizzled_columns()).
+template <bool kAlong>
+__device__ inline void multiply_halves(float (&sum)[16], const uint32_t (&a)[4], uint64_t b,
+                                       int add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.s32 add, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" WEIR_NAMES_32
+      "}, {%16,%17,%18,%19}, %20, add, 1, 1, %22;\n}"
+      : WEIR_SUMS_32
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(int(kAlong)));
+}
+template <bool kAlong>
+__device__ inline void multiply_halves(float (&sum)[32], const uint32_t (&a)[4], uint64_t b,
+                                       int add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.s32 add, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" WEIR_NAMES_64
+      "}, {%32,%33,%34,%35}, %36, add, 1, 1, %38;\n}"
+      : WEIR_SUMS_64
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(int(kAlong)));
+}
+template <bool kAlong>
+__device__ inline void multiply_halves(float (&sum)[64], const uint32_t (&a)[4], uint64_t b,
+                                       int add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.s32 add, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" WEIR_NAMES_128
+      "}, {%64,%65,%66,%67}, %68, add, 1, 1, %70;\n}"
+      : WEIR_SUMS_128
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(int(kAlong)));
+}
 #undef WEIR_FOUR
 
 #endif  // 9.0a

@@ -371,7 +371,7 @@ void bench_all(PrefillBench& bench) {
   const SwilaMixer swila[] = {{"SwiLA 16x4x64x64", false, false},
                               {"SwiLA temporal 16x4x64x64", false, true},
                               {"SwiLA gated 16x4x64x64", true, false},
-                              {"SwiLA gated temporal", true, true}};
+                              {"SwiLA gated temporal 16x4x64x64", true, true}};
   for (const SwilaMixer& mixer : swila) {
     for (const int32_t rows : batches) {
       bench.time(mixer, rows, bench.cpu() ? 64 : 2048);
@@ -385,6 +385,8 @@ void bench_all(PrefillBench& bench) {
     for (const int32_t rows : batches) bench.time(mixer, rows, bench.cpu() ? 64 : 2048);
   }
   bench_vectors(bench, batches);
+  if (bench.cpu()) return;
+  for (const int32_t tokens : {32768, 131072}) bench.time(mixers[1], 1, tokens);  // one long prompt
 }
 
 }  // namespace

@@ -1,5 +1,8 @@
 // The chunk kernels of the delta family, which take the rows of many tokens, against the plain CPU
 // op, which walks the tokens one after the other.
+#include <cstring>
+#include <tuple>
+
 #include "tests/ops/cuda_delta_case.h"
 
 namespace weir {
@@ -26,7 +29,19 @@ std::vector<DeltaCase> kinds() {
           {.name = "GDN-2", .decay = Decay::PerChannel, .erase = true}};
 }
 
-TEST_F(CudaPrefill, EveryDecayAndGate) {
+// With few heads, whose chunks are prepared side by side, and with many, whose rows one kernel
+// takes as a whole.
+class CudaPrefillHeads : public CudaPrefill, public testing::WithParamInterface<int32_t> {
+ protected:
+  static void check(DeltaCase c, const std::vector<int32_t>& lengths = kMixed) {
+    c.name += ", " + std::to_string(GetParam()) + " heads";
+    c.key_heads = c.value_heads = c.decay_heads = GetParam();
+    CudaPrefill::check(c, lengths);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Heads, CudaPrefillHeads, testing::Values(2, 8));
+
+TEST_P(CudaPrefillHeads, EveryDecayAndGate) {
   for (const DeltaCase& c : kinds()) check(c);
   check({.name = "no beta", .beta = false});
   check({.name = "erase without decay", .decay = Decay::None, .erase = true});
@@ -34,28 +49,74 @@ TEST_F(CudaPrefill, EveryDecayAndGate) {
 }
 
 // What a wrong tail, or a wrong token at the edge of a block or chunk, breaks.
-TEST_F(CudaPrefill, EveryLength) {
+class CudaPrefillLengths : public CudaPrefill, public testing::WithParamInterface<int> {};
+TEST_P(CudaPrefillLengths, EveryLength) {
   std::vector<int32_t> lengths;
   for (int32_t length = 1; length <= 130; ++length) lengths.push_back(length);
-  for (DeltaCase c : kinds()) {
-    c.key_heads = c.value_heads = c.decay_heads = 1;
-    if (!c.erase) check(c, lengths);
-  }
+  DeltaCase c = kinds()[size_t(GetParam())];
+  c.key_heads = c.value_heads = c.decay_heads = 1;
+  check(c, lengths);
 }
+INSTANTIATE_TEST_SUITE_P(Kinds, CudaPrefillLengths, testing::Range(0, 7));
 
 // Heads cut into slices of 16, 32, 64 and 128 values: the fewer rows, the thinner.
-TEST_F(CudaPrefill, EverySizeAndSlice) {
-  for (const Decay decay : {Decay::PerHead, Decay::PerChannel}) {
-    for (const int32_t rows : {1, 10, 20, 40}) {
-      for (const auto& [K, V] : {std::pair{64, 64}, {64, 128}, {128, 64}, {128, 128}, {128, 256}}) {
-        std::vector<int32_t> lengths;
-        for (int32_t i = 0; i < rows; ++i) lengths.push_back(34 + i * 29 % 70);
-        check({.name = std::to_string(K) + "x" + std::to_string(V), .key_dim = K, .value_dim = V,
-               .decay = decay},
-              lengths);
-      }
-    }
+class CudaPrefillSlices : public CudaPrefill,
+                          public testing::WithParamInterface<std::tuple<Decay, int>> {};
+TEST_P(CudaPrefillSlices, EverySizeAndSlice) {
+  const auto [decay, rows] = GetParam();
+  for (const auto& [K, V] : {std::pair{64, 64}, {64, 128}, {128, 64}, {128, 128}, {128, 256}}) {
+    std::vector<int32_t> lengths;
+    for (int32_t i = 0; i < rows; ++i) lengths.push_back(34 + i * 29 % 70);
+    check({.name = std::to_string(K) + "x" + std::to_string(V), .key_dim = K, .value_dim = V,
+           .decay = decay},
+          lengths);
   }
+}
+INSTANTIATE_TEST_SUITE_P(Sizes, CudaPrefillSlices,
+                         testing::Combine(testing::Values(Decay::PerHead, Decay::PerChannel),
+                                          testing::Values(1, 10, 20, 40)));
+
+// More chunks than the scratch memory has room for (384 MB, 39 KB for a chunk of a head here): rows
+// begin in one turn and end in a later one, in groups whose rows have different lengths. What a row
+// computes is the same to the bit as in smaller company, which takes one turn.
+TEST_F(CudaPrefill, ManyTurns) {
+  const DeltaCase c{.name = "64x64, 24 heads", .key_heads = 24, .value_heads = 24, .key_dim = 64,
+                    .value_dim = 64, .decay_heads = 24};
+  std::vector<int32_t> lengths;
+  for (int32_t i = 0; i < 260; ++i) {
+    lengths.push_back(i % 15 == 7 ? 200 : 33 + i % 2);
+  }
+  const Steps steps = rows_of(lengths);
+  Side side(cuda(), 11);
+  const Program whole = delta_program(side, c, steps);
+  const DeltaMix& op = std::get<DeltaMix>(whole[0]);
+  const auto slots = size_t(steps.slots() * op.state.stride);
+  const auto out = size_t(steps.tokens() * op.out.stride);
+  const std::vector<float> before = side.read(op.state.data, slots);
+  side.backend().run(whole);
+  const std::vector<float> states = side.read(op.state.data, slots);
+  const std::vector<float> answers = side.read(op.out.data, out);
+
+  side.backend().upload(op.state.data, before.data(), slots * sizeof(float));
+  Program parts;
+  constexpr int32_t kRows = 26;
+  for (int32_t row = 0; row < 260; row += kRows) {
+    DeltaMix part = op;
+    part.rows.count = kRows;
+    part.rows.tokens = steps.begin[size_t(row + kRows)] - steps.begin[size_t(row)];
+    part.rows.slot += row, part.rows.first += row, part.rows.begin += row;
+    parts.push_back(part);
+  }
+  side.backend().run(parts);
+  EXPECT_EQ(states, side.read(op.state.data, slots));
+  EXPECT_EQ(0, std::memcmp(answers.data(), side.read(op.out.data, out).data(),
+                           out * sizeof(float)));  // what no row writes is no number
+}
+
+// Channels that lose all they know within a block of 16 tokens, among others that do not.
+TEST_P(CudaPrefillHeads, DecaysBeyondAFloat) {
+  check({.name = "KDA, violent", .decay = Decay::PerChannel, .dt_shift = 20});
+  check({.name = "GDN, violent", .dt_shift = 20});
 }
 
 TEST_F(CudaPrefill, SharedKeyHeadsAndDecays) {
@@ -64,7 +125,7 @@ TEST_F(CudaPrefill, SharedKeyHeadsAndDecays) {
          .decay = Decay::PerChannel, .decay_heads = 2, .erase = true});
 }
 
-TEST_F(CudaPrefill, EveryConvolutionAndNorm) {
+TEST_P(CudaPrefillHeads, EveryConvolutionAndNorm) {
   check({.name = "no convolution", .conv = 0});
   check({.name = "width 1", .conv = 1});
   check({.name = "width 2, bias", .conv = 2, .conv_bias = true});
@@ -73,6 +134,8 @@ TEST_F(CudaPrefill, EveryConvolutionAndNorm) {
   check({.name = "width 7, which takes steps", .conv = 7});
   check({.name = "elu + 1, sum norm", .qk_activation = Activation::EluPlusOne,
          .qk_norm = QkNorm::Sum});
+  check({.name = "no activation, norm without epsilon", .qk_activation = Activation::None,
+         .qk_norm = QkNorm::L2Max});
 }
 
 // exp(-L) would be exp(20,480) here, and exp(320) inside one chunk.
@@ -85,6 +148,12 @@ TEST_F(CudaPrefill, StrongDecaysStayFiniteAndRight) {
 }
 
 // Long memories: what is wrong in a state shows in all that follows.
+TEST_F(CudaPrefill, LongRowsOfManyHeads) {
+  for (DeltaCase c : kinds()) {
+    c.key_heads = c.value_heads = c.decay_heads = 34;
+    if (c.dt_shift < 0 || c.decay == Decay::None) check(c, {700, 300});
+  }
+}
 TEST_F(CudaPrefill, LongRows) {
   for (DeltaCase c : kinds()) {
     c.key_heads = c.value_heads = c.decay_heads = 1;

@@ -1,0 +1,543 @@
+#pragma once
+#include "kernels/delta_chunk_state.cuh"
+
+// Both kernels in one, for heads of 128 x 128 and many rows: a block does all chunks of a row for
+// 128 values of a head, so that nothing goes through device memory but what must. Eight warps bring
+// raw projections, a chunk ahead, and make of them what the state needs of the next chunk; eight
+// warps have the state, 16 values each, and answer.
+//
+// Floor of a chunk, scalar decay: 164 KB that must move, 9,000 cycles of a multiprocessor's share
+// of a copy; 5.2 million products, 2,500 cycles; 24,000 warp instructions, 6,000 cycles. Per
+// channel: 196 KB and 10,700 cycles (Gated DeltaNet-2 260 KB), 38,000 warp instructions.
+namespace weir::cuda::chunk {
+
+constexpr int kRowWarps = 8;  // of either kind
+constexpr int kRowThreads = 2 * 32 * kRowWarps;
+// All begin with 128 registers.
+constexpr int kRowPreparerRegisters = 88, kRowStateRegisters = 168;
+constexpr int kNormBarrier = 2;
+
+template <bool kChannel>
+struct RowShared {
+  using Shop = Workshop<128, kChannel>;
+  // Prepared chunks. Per channel there is room for one: while the state uses it, values and decays
+  // of the next are made.
+  static constexpr int kStages = kChannel ? 1 : 2;
+  static constexpr int kRawTokens = kTokens + 3;  // with the convolution's past
+  static constexpr int kTurnedPitch = 20;
+  struct alignas(1024) Stage {
+    Image<128, kChannel> image;
+  };
+  Stage stage[kStages];
+  alignas(1024) half v[kTokens * 128];               // times beta; panels, as keys
+  // Raw projections: queries, keys and values; per channel values and then queries, and keys.
+  alignas(128) float raw[kChannel ? 2 : 3][kRawTokens * 128];
+  alignas(16) float taps[3][4][128];                 // by age, oldest first
+  alignas(16) float turned[kRowWarps][8 * kTurnedPitch];
+  float squares[2][kRowWarps][32];
+  alignas(16) float diagonal[4][kBlock * Shop::kDiagonalPitch];  // per channel also the runs' sums
+  float logs[kStages][kChannel ? kTokens * Shop::kLogPitch : kTokens];
+  float beta[2][kTokens];
+  uint64_t raw_full[3], raw_empty[3];                // barriers
+  uint64_t full[kStages], empty[kStages], values_empty;
+
+  __device__ void init() {
+    for (int i = 0; i < 3; ++i) {
+      barrier_init(shared_address(&raw_full[i]), 1);
+      barrier_init(shared_address(&raw_empty[i]), kRowWarps);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(shared_address(&full[i]), kRowWarps);
+      barrier_init(shared_address(&empty[i]), kRowWarps);
+    }
+    barrier_init(shared_address(&values_empty), kRowWarps);
+    barrier_init_done();
+  }
+  __device__ float* raw_of(int which) { return kChannel ? raw[which % 2] : raw[which]; }
+};
+
+// What Preparer and Products work in.
+template <bool kChannel>
+struct RowShop {
+  using Shop = Workshop<128, kChannel>;
+  Image<128, kChannel>& image;
+  float (&diagonal)[4][kBlock * Shop::kDiagonalPitch];
+  float (&logs)[kChannel ? kTokens * Shop::kLogPitch : kTokens];
+  float (&beta)[kTokens];
+  float* run_sums;
+};
+
+// The raw projections of all tokens, queries, keys and values, in boxes of kRawTokens tokens and
+// 128 channels.
+struct RawMaps {
+  CUtensorMap map[3];
+};
+
+// What all warps of a block know.
+template <bool kChannel>
+struct RowPart {
+  const DeltaMix& op;
+  const RawMaps& maps;
+  RowShared<kChannel>& shared;
+  Place place;
+  int value;  // the slice's first, within the head
+
+  // The slice's first channel of one of the projections.
+  __device__ int first_of(int which) const {
+    return which < 2 ? place.key_head * 128 : place.value_head * op.value_dim + value;
+  }
+  __device__ int chunks() const { return (place.count + kTokens - 1) / kTokens; }
+  __device__ int stage_of(int n) const { return n % RowShared<kChannel>::kStages; }
+  __device__ int turn_of(int n) const { return n / RowShared<kChannel>::kStages; }
+  // What follows from these is computed again from here on: the compiler would keep it, all the
+  // addresses of a chunk, in registers that it does not have.
+  __device__ void forget() {
+    for (int* x : {&place.key_head, &place.value_head, &place.decay_head, &place.begin, &value}) {
+      asm volatile("" : "+r"(*x));
+    }
+  }
+};
+
+// Raw projections in shared memory.
+template <bool kChannel>
+struct SharedSource : RowPart<kChannel> {
+  template <int kCount>
+  __device__ void convolved(int which, int token, int channel, float4 (&x)[kCount + 3]) const {
+    auto& shared = this->shared;
+    const float* const raw = shared.raw_of(which) + token * 128 + channel;
+#pragma unroll
+    for (int j = 0; j < kCount + 3; ++j) x[j] = load4(raw + j * 128);
+    Taps taps{.bias = zero4()};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) taps.age[j] = load4(&shared.taps[which][j][channel]);
+    const float* const bias = which == 0   ? this->op.conv_q_bias
+                              : which == 1 ? this->op.conv_k_bias
+                                           : this->op.conv_v_bias;
+    if (bias != nullptr) taps.bias = load4(bias + this->first_of(which) + channel);
+    apply_taps<kCount>(taps, x);
+  }
+};
+
+// The warps that prepare: each has eight tokens of a chunk.
+template <bool kChannel>
+struct RowPreparer : RowPart<kChannel> {
+  using Part = RowPart<kChannel>;
+  using Part::op, Part::maps, Part::place, Part::shared, Part::value, Part::chunks;
+  static constexpr int kPass = 4;            // tokens at one time
+  static constexpr int kBringer = 6 * 32;    // of the threads; its warp has few products
+  int warp = threadIdx.x / 32, channel = threadIdx.x % 32 * 4;
+
+  __device__ RowPreparer(const Part& part) : Part(part) {}
+
+  // Asks for raw projections of chunk n, from three tokens before it on. What is not the row's own
+  // is some other row's, or zero: see add_past(), and it is not kept behind the row's end.
+  __device__ void bring(int which, int n) const {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if (threadIdx.x != kBringer) return;
+    const uint32_t full = shared_address(&shared.raw_full[which]);
+    barrier_expect(full, sizeof shared.raw[0]);
+    copy_box(shared_address(shared.raw_of(which)), maps.map[which], Part::first_of(which),
+             place.begin + n * kTokens - 3, full, kReadOnce);
+#endif
+  }
+  // The row's past before its first token; zeros where there is none.
+  __device__ void add_past(int which) const {
+    if (threadIdx.x < 3 * 32) {
+      const Stream s = stream(op, place, which);
+      const int kept = warp - 3 + op.conv_width - 1;
+      float4 past = zero4();
+      if (!place.fresh && kept >= 0) {
+        past = load4(s.past + kept * place.channels + (which == 2 ? value : 0) + channel);
+      }
+      *reinterpret_cast<float4*>(shared.raw_of(which) + warp * 128 + channel) = past;
+      publish_to_copy_engine();
+    }
+    meet_preparers();
+  }
+  __device__ void await_raw(int which, int n) const {
+    wait_for(&shared.raw_full[which], n);
+    if (n == 0) add_past(which);
+  }
+  __device__ void keep_taps() const {
+    if (warp < 3) {
+      const Taps taps =
+          load_taps(stream(op, place, warp), op.conv_width, (warp == 2 ? value : 0) + channel);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        *reinterpret_cast<float4*>(&shared.taps[warp][j][channel]) = taps.age[j];
+      }
+    }
+    meet_preparers();
+  }
+
+  // What is read where it is, on its way to the L2 cache: 128 numbers of each of a chunk's tokens.
+  __device__ void prefetch(const Acts& acts, int64_t column, int n) const {
+    const int t = n * kTokens + int(threadIdx.x) / 4;
+    if (acts.data == nullptr || t >= place.count) return;
+    prefetch_line(at(acts, place.begin + t) + column + threadIdx.x % 4 * 32);
+  }
+  __device__ void prefetch_all(int n) const {
+    const int64_t values = int64_t(place.value_head) * op.value_dim + value;
+    if (op.value_dim == 128) prefetch(op.gate, values, n);
+    if constexpr (kChannel) {
+      if (op.decay == Decay::PerChannel) {
+        prefetch(op.decay_in, int64_t(place.decay_head) * 128, n + 1);
+      }
+      prefetch(op.erase, int64_t(place.key_head) * 128, n + 1);
+      prefetch(op.write, values, n + 1);
+    }
+  }
+
+  // Values, convolved, activated and times beta or the write gate.
+  template <typename Preparer>
+  __device__ void values(const Preparer& preparer, int n) const {
+    if (n > 0) wait_for(&shared.values_empty, n - 1);
+#pragma unroll 1
+    for (int from = 8 * warp; from < 8 * warp + 8; from += kPass) {
+      float4 x[kPass + 3];
+      preparer.source.template convolved<kPass>(2, from, channel, x);
+#pragma unroll
+      for (int i = 0; i < kPass; ++i) x[i] = each(x[i], fast_silu);
+      if (kChannel && op.write.data != nullptr) {
+        float4 logit[kPass];
+        gather<kPass>(op.write, place, preparer.first + from,
+                      int64_t(place.value_head) * op.value_dim + value + channel, logit);
+#pragma unroll
+        for (int i = 0; i < kPass; ++i) {
+          x[i] = times(x[i], each(logit[i], fast_sigmoid));
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPass; ++i) x[i] = scaled(x[i], shared.beta[n % 2][from + i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kPass; ++i) {
+        if (!preparer.valid(from + i)) x[i] = zero4();
+        store_halves(&shared.v[panel_at(from + i, channel)], x[i]);
+      }
+    }
+  }
+
+  __device__ auto preparer(int n, RowShop<kChannel>& shop) const {
+    return Preparer<128, kChannel, RowShop<kChannel>, SharedSource<kChannel>, kPass>{
+        op, place, shop, {*this}, n * kTokens};
+  }
+  __device__ RowShop<kChannel> shop_of(int n) const {
+    return {shared.stage[Part::stage_of(n)].image, shared.diagonal,
+            shared.logs[Part::stage_of(n)], shared.beta[n % 2], shared.diagonal[0]};
+  }
+
+  __device__ void run() {
+    for (int which = 2; which >= (kChannel ? 1 : 0); --which) bring(which, 0);
+    ScalarLogits logits;
+    if (warp == kGates) {
+      logits.load(op, place, 0);
+      gates(0, logits);
+    }
+    keep_taps();
+#pragma unroll 1
+    for (int n = 0; n < chunks(); ++n) {
+      Part::forget();
+      RowShop<kChannel> shop = shop_of(n);
+      prefetch_all(n);
+      if constexpr (kChannel) {
+        chunk_by_channel(n, preparer(n, shop));
+        Products<128, true, RowShop<true>>{shop}.channel();
+      } else {
+        chunk_by_head(n, preparer(n, shop));
+        Products<128, false, RowShop<false>>{shop}.scalar();
+      }
+      publish_to_copy_engine();  // to the tensor cores, which read it likewise
+      warp_arrive(&shared.full[Part::stage_of(n)]);
+      if (warp == kGates && n + 1 < chunks()) gates(n + 1, logits);
+    }
+  }
+  // The next chunk's in place of what all have read.
+  __device__ void bring_next(int which, int n) const {
+    if (n + 1 < chunks()) bring(which, n + 1);
+  }
+  __device__ void await_stage(int n) const {
+    if (Part::turn_of(n) > 0) {
+      wait_for(&shared.empty[Part::stage_of(n)], Part::turn_of(n) - 1);
+    }
+  }
+  // By one warp that has few products, while the others have them: the next chunk's.
+  static constexpr int kGates = 7;
+  __device__ void gates(int n, ScalarLogits& logits) const {
+    if (!kChannel) await_stage(n);
+    RowShop<kChannel> shop = shop_of(n);
+    preparer(n, shop).scalar_gates(logits);
+    logits.load(op, place, (n + 1) * kTokens);
+  }
+
+  template <typename Preparer>
+  __device__ void chunk_by_head(int n, const Preparer& preparer) const {
+    await_stage(n);
+    await_raw(0, n);
+    preparer.keys(0);
+    await_raw(1, n);
+    preparer.keys(1);
+    meet_preparers();
+    bring_next(0, n);
+    bring_next(1, n);
+    await_raw(2, n);
+    values(preparer, n);
+    warp_arrive(&shared.raw_empty[2]);
+    if (threadIdx.x == kBringer) wait_for(&shared.raw_empty[2], n);
+    bring_next(2, n);
+  }
+
+  // Values and queries share a place for what is raw.
+  template <typename Preparer>
+  __device__ void chunk_by_channel(int n, const Preparer& preparer) const {
+    if (n > 0) meet_preparers();  // all have read the last chunk's decays
+    preparer.channel_logs();
+    meet_preparers();
+    preparer.join_logs();
+    await_raw(2, n);
+    values(preparer, n);
+    meet_preparers();
+    bring(0, n);
+    await_stage(n);
+    await_raw(1, n);
+    preparer.keys(1);
+    await_raw(0, n);
+    preparer.keys(0);
+    meet_preparers();
+    bring_next(1, n);
+    bring_next(2, n);
+  }
+};
+
+// The warps that have the state.
+template <bool kChannel>
+struct RowState : RowPart<kChannel> {
+  using Part = RowPart<kChannel>;
+  using Part::op, Part::place, Part::shared, Part::value, Part::chunks;
+  using Image = chunk::Image<128, kChannel>;
+  int warp = threadIdx.x / 32 % kRowWarps, lane = threadIdx.x % 32;
+  int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;  // row and column of a fragment
+  float S[16][4];  // [value, key]
+  float O[4][4];   // [value, token], of half a chunk
+
+  __device__ RowState(const Part& part) : Part(part) {}
+
+  // Visits the lane's pairs of the state in memory.
+  template <typename Visit>
+  __device__ void each_pair(float* state, const Visit& visit) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t row = int64_t(place.value_head) * op.value_dim + value + 16 * warp + g + 8 * h;
+#pragma unroll
+      for (int n = 0; n < 16; ++n) {
+        visit(*reinterpret_cast<float2*>(state + row * 128 + 8 * n + p), S[n][2 * h],
+              S[n][2 * h + 1]);
+      }
+    }
+  }
+  __device__ void load(float* state) {
+    each_pair(state, [&](const float2& from, float& low, float& high) {
+      const float2 pair = place.fresh ? float2{0, 0} : from;
+      low = pair.x;
+      high = pair.y;
+    });
+  }
+  __device__ void store(float* state) {
+    each_pair(state, [](float2& to, float low, float high) { to = {low, high}; });
+  }
+
+  // R = w v - S k, [value, token].
+  __device__ void subtract_recalled(const Image& in, float (&R)[8][4]) const {
+    const PanelLane values = PanelLane::of_b(shared.v);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      uint32_t v[4];
+      load_transposed(v, values.at(n * 16, 16 * warp));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float(&tile)[4] = R[2 * n + h];
+        if (!kChannel) scale_columns(tile, columns_of(in.recalled, 2 * n + h));
+        const float2 upper = unpack(v[2 * h]), lower = unpack(v[2 * h + 1]);
+        tile[0] = upper.x - tile[0];
+        tile[1] = upper.y - tile[1];
+        tile[2] = lower.x - tile[2];
+        tile[3] = lower.y - tile[3];
+      }
+    }
+  }
+
+  // sum = S x', x keys or queries.
+  template <int kTiles>
+  __device__ void ask_state(float (&sum)[kTiles][4], const half* x) const {
+    ask<128, kRowWarps>(sum, x, [&](int i, uint32_t (&state)[4]) {
+      narrow(state, S[2 * i], S[2 * i + 1]);
+    });
+  }
+  __device__ void solve(const Image& in, uint32_t (&U)[4][4]) const {
+    float R[8][4];
+    ask_state(R, in.k);
+    subtract_recalled(in, R);
+    warp_arrive(&shared.values_empty);
+    solve_blocks(in.a, R, [&](int b, uint32_t (&known)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) U[b][i] = known[i];
+    });
+  }
+  // U with what its tokens keep until the chunk's end.
+  __device__ void keep(const Image& in, uint32_t (&U)[4][4]) const {
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 by = columns_of(in.kept, 2 * b + i / 2), written = unpack(U[b][i]);
+        U[b][i] = pack(written.x * by.x, written.y * by.y);
+      }
+    }
+  }
+
+  // Where the lane's four neighbouring values of a token are when they are written: of the tokens
+  // lane / 4 + 8 i of half a chunk.
+  __device__ float* values_at(const Acts& acts, int64_t token) const {
+    return at(acts, token) + int64_t(place.value_head) * op.value_dim + value + 16 * warp +
+           lane % 4 * 4;
+  }
+  __device__ bool normalises() const { return op.value_dim == 128; }
+  __device__ void load_gates(int first, float4 (&gates)[4]) const {
+    if (op.gate.data == nullptr || !normalises()) return;
+    const float* const row = values_at(op.gate, place.begin);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int t = min(first + lane / 4 + 8 * i, place.count - 1);
+      gates[i] = load4(row + t * op.gate.stride);
+    }
+  }
+
+  // Half h of the chunk's answers.
+  __device__ void answer(const Image& in, int h, uint32_t (&U)[4][4]) {
+    ask_state(O, in.q + h * 32 * 64);
+    if (!kChannel) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scale_columns(O[i], columns_of(in.asked + 32 * h, i));
+    }
+    if (h == 0) {
+      answer_with<kRowWarps, 2>(O, in.p, U);
+    } else {
+      answer_with<kRowWarps, 4>(O, in.p + 32 * 64, U);
+    }
+  }
+
+  // O's fragments as the lane's y[i]: through shared memory, eight tokens at a time.
+  __device__ void transpose(float4 (&y)[4]) const {
+    constexpr int kPitch = RowShared<kChannel>::kTurnedPitch;
+    float* const turned = shared.turned[warp];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) turned[(p + i % 2) * kPitch + g + i / 2 * 8] = O[n][i];
+      __syncwarp();
+      y[n] = load4(&turned[lane / 4 * kPitch + lane % 4 * 4]);
+    }
+  }
+
+  // y normalised, times the norm's weights and the activated gates. The sums of squares of two
+  // halves lie apart, so that one meeting is enough.
+  __device__ void norm(int h, float4 (&y)[4], const float4 (&gates)[4]) const {
+    float(&squares)[kRowWarps][32] = shared.squares[h];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float sum = y[i].x * y[i].x + y[i].y * y[i].y + y[i].z * y[i].z + y[i].w * y[i].w;
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      if (lane % 4 == 0) squares[warp][lane / 4 + 8 * i] = sum;
+    }
+    const float4 weight = load4(op.norm_weight + 16 * warp + lane % 4 * 4);
+    const bool silu = op.gate_activation == Activation::Silu;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      y[i] = times(y[i], weight);
+      if (op.gate.data == nullptr) continue;
+      const float4 sigmoid = each(gates[i], fast_sigmoid);
+      y[i] = times(y[i], silu ? times(gates[i], sigmoid) : sigmoid);
+    }
+    meet(kNormBarrier, 32 * kRowWarps);
+    float sum = 0;  // of token `lane`
+#pragma unroll
+    for (int w = 0; w < kRowWarps; ++w) sum += squares[w][lane];
+    sum = rsqrt_fast(sum / 128 + op.norm_eps);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      y[i] = scaled(y[i], __shfl_sync(0xffffffffu, sum, lane / 4 + 8 * i));
+    }
+  }
+
+  __device__ void write(int h, int first, const float4 (&gates)[4]) const {
+    float4 y[4];
+    transpose(y);
+    if (normalises()) norm(h, y, gates);
+    first += lane / 4;
+    float* to = values_at(op.out, place.begin + first);
+    const int left = place.count - first;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (8 * i < left) store4(to, y[i]);
+      to += 8 * op.out.stride;
+    }
+  }
+
+  __device__ void run(float* state) {
+    load(state);
+#pragma unroll 1
+    for (int n = 0; n < chunks(); ++n) {
+      Part::forget();
+      const Image& in = shared.stage[Part::stage_of(n)].image;
+      wait_for(&shared.full[Part::stage_of(n)], Part::turn_of(n));
+      uint32_t U[4][4];
+      float4 gates[4];
+      solve(in, U);
+      load_gates(n * kTokens, gates);
+      answer(in, 0, U);
+      write(0, n * kTokens, gates);
+      load_gates(n * kTokens + 32, gates);
+      answer(in, 1, U);
+      if (!kChannel) keep(in, U);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const float whole = in.decay[0];
+        scale_columns(S[i], kChannel ? columns_of(in.decay, i) : float2{whole, whole});
+      }
+      advance_by<128, kRowWarps>(S, kChannel ? in.end : in.k, U);
+      warp_arrive(&shared.empty[Part::stage_of(n)]);
+      write(1, n * kTokens + 32, gates);
+    }
+    store(state);
+  }
+};
+
+template <bool kChannel>
+__global__ __launch_bounds__(kRowThreads, 1) void delta_row_kernel(
+    const __grid_constant__ DeltaMix op, const __grid_constant__ RawMaps maps, int slices) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char space[];
+  auto& shared = *reinterpret_cast<RowShared<kChannel>*>(space);
+  const int row = blockIdx.y;
+  if (threadIdx.x == 0) shared.init();
+  let_successor_start();
+  wait_for_predecessor();
+  __syncthreads();
+  if (chunks_of(op.rows, row) == 0) return;
+  const int head = int(blockIdx.x) / slices, value = int(blockIdx.x) % slices * 128;
+  // Both kinds find their place themselves: what they shared would take registers from one of them.
+  if (threadIdx.x < kPreparers) {
+    give_up_registers<kRowPreparerRegisters>();
+    const Place place = place_of(op, row, head);
+    RowPreparer<kChannel>({op, maps, shared, place, value}).run();
+  } else {
+    take_registers<kRowStateRegisters>();
+    const Place place = place_of(op, row, head);
+    RowState<kChannel>({op, maps, shared, place, value}).run(at(op.state, op.rows.slot[row]));
+  }
+#endif
+}
+
+}  // namespace weir::cuda::chunk
