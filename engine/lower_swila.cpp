@@ -44,12 +44,13 @@ SwilaWeights bind_weights(const SwilaMixer& m, int32_t dim, const std::string& p
 
 void lower(const SwilaMixer& m, const SwilaWeights& w, LayerContext& layer) {
   Projection in(layer.spec.dim);
-  const Projection::Part q = in.add(w.q), k = in.add(w.k), v = in.add(w.v);
-  const Projection::Part key_mix = in.add(w.key_mix, w.key_mix_bias);
-  const Projection::Part query_mix = in.add(w.query_mix, w.query_mix_bias);
+  // A backend that makes rows in turn has first what other projections wait for.
   const Projection::Part key_router = in.add(w.key_router.down);
   const Projection::Part query_router = in.add(w.query_router.down);
   const Projection::Part beta = in.add(w.beta.down), decay = in.add(w.decay.down);
+  const Projection::Part q = in.add(w.q), k = in.add(w.k), v = in.add(w.v);
+  const Projection::Part key_mix = in.add(w.key_mix, w.key_mix_bias);
+  const Projection::Part query_mix = in.add(w.query_mix, w.query_mix_bias);
   const Acts projected = in.lower(layer, layer.in);
   const auto up = [&](const LowRank& map, const Projection::Part& part) {
     return lower_linear(layer, map.up, nullptr, part.of(projected));

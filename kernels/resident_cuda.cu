@@ -1,6 +1,8 @@
 // The kernel of a decode step of few tokens: one block stays on each multiprocessor.
 #include "kernels/resident_linear_cuda.cuh"
 #include "kernels/resident_mix_cuda.cuh"
+#include "kernels/resident_narrow_cuda.cuh"
+#include "kernels/resident_swila_cuda.cuh"
 
 namespace weir::cuda::resident {
 namespace {
@@ -28,52 +30,92 @@ __device__ void shift_words(LinearPhase& l, int64_t shift) {
   if (l.gate != nullptr) l.gate += shift;
   if (l.left != nullptr) l.left += shift;
 }
-__device__ void shift_words(DeltaMix& op, int64_t shift) {
-  const auto move = [shift](Acts& acts) {
-    if (acts.data != nullptr) acts.data += shift;
-  };
-  move(op.q), move(op.k), move(op.v), move(op.decay_in);
-  move(op.beta), move(op.erase), move(op.write), move(op.out);
+__device__ void shift_words(Acts& acts, int64_t shift) {
+  if (acts.data != nullptr) acts.data += shift;
+}
+__device__ void shift_words(DeltaMix& op, int64_t s) {
+  shift_words(op.q, s), shift_words(op.k, s), shift_words(op.v, s), shift_words(op.out, s);
+  shift_words(op.decay_in, s), shift_words(op.beta, s);
+  shift_words(op.erase, s), shift_words(op.write, s);
+}
+__device__ void shift_words(SwilaMix& op, int64_t s) {
+  shift_words(op.q, s), shift_words(op.k, s), shift_words(op.v, s), shift_words(op.out, s);
+  shift_words(op.key_router, s), shift_words(op.query_router, s), shift_words(op.beta, s);
+  shift_words(op.key_mix, s), shift_words(op.query_mix, s), shift_words(op.decay_in, s);
+}
+__device__ void shift_words(NarrowPhase& l, int64_t shift) {
+  for (int i = 0; i < l.layers; ++i) {
+    l.layer[i].x += shift;
+    if (l.layer[i].left != nullptr) l.layer[i].left += shift;
+  }
 }
 
-__device__ void describe(const Table& table, int p, int& linear, int& mix, int64_t shift,
+// How many phases of each kind lie before one.
+struct Counts {
+  int linear = 0, narrow = 0, delta = 0, swila = 0;
+};
+
+template <typename T>
+__device__ T& copy_phase(const T& from, uint32_t* to, int64_t shift) {
+  const auto* words = reinterpret_cast<const uint32_t*>(&from);
+  for (int i = threadIdx.x % 32; i < int(sizeof(T) / 4); i += 32) to[i] = words[i];
+  __syncwarp();
+  T& phase = *reinterpret_cast<T*>(to);
+  if (threadIdx.x % 32 == 0) shift_words(phase, shift);
+  __syncwarp();
+  return phase;
+}
+
+template <typename Op>
+__device__ void describe_mix(const Op& from, int d, int64_t shift, Shared& shared) {
+  const Op& op = copy_phase(from, shared.phase[d], shift);
+  if (const int lane = threadIdx.x % 32; lane < op.rows.count) {
+    shared.rows[d][lane] = {op.rows.slot[lane], op.rows.begin[lane], op.rows.first[lane] == 0};
+  }
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) share_out(op, shared.rows[d], shared.sharing[d]);
+  __syncwarp();
+  prefetch_mix(op, shared.rows[d], shared.sharing[d]);
+}
+
+__device__ void describe(const Table& table, int p, Counts& counts, int64_t shift,
                          Shared& shared) {
   if (p >= table.phases) return;
-  const bool is_mix = table.is_mix[p];
-  const auto* from = is_mix ? reinterpret_cast<const uint32_t*>(&table.mix[mix])
-                            : reinterpret_cast<const uint32_t*>(&table.linear[linear]);
-  const int words = int((is_mix ? sizeof(DeltaMix) : sizeof(LinearPhase)) / 4);
-  for (int i = threadIdx.x % 32; i < words; i += 32) shared.phase[p % 3][i] = from[i];
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-    auto& phase = *reinterpret_cast<Phase*>(shared.phase[p % 3]);
-    shared.is_mix[p % 3] = is_mix;
-    if (is_mix) {
-      shift_words(phase.mix, shift);
-    } else {
-      shift_words(phase.linear, shift);
-    }
-  }
-  if (is_mix) {
-    const DeltaMix& op = table.mix[mix++];
-    if (const int row = threadIdx.x % 32; row < op.rows.count) {
-      shared.rows[p % 3][row] = {op.rows.slot[row], op.rows.begin[row], op.rows.first[row] == 0};
-    }
-    prefetch_mix(op);
-  } else if (const LinearPhase& l = table.linear[linear++];
-             l.group > 0 && int(blockIdx.x) == p % int(gridDim.x)) {
-    prefetch(l.weight, l.group);
+  const int d = p % 3;
+  if (threadIdx.x % 32 == 0) shared.kind[d] = table.kind[p];
+  if (table.kind[p] == Table::Kind::Narrow) {
+    copy_phase(table.narrow[counts.narrow++], shared.phase[d], shift);
+  } else if (table.kind[p] == Table::Kind::Linear) {
+    const auto& l = copy_phase(table.linear[counts.linear++], shared.phase[d], shift);
+    if (l.group > 0 && int(blockIdx.x) == p % int(gridDim.x)) prefetch(l.weight, l.group);
+  } else if (table.kind[p] == Table::Kind::Delta) {
+    describe_mix(table.delta[counts.delta++], d, shift, shared);
+  } else {
+    describe_mix(table.swila[counts.swila++], d, shift, shared);
   }
 }
 
 __device__ void describe_phases(const Table& table, uint32_t launch, Shared& shared) {
   const int64_t shift = launch % 2 == 0 ? 0 : Meeting::kWords;
-  int linear = 0, mix = 0;
+  Counts counts;
 #pragma unroll 1
   for (int p = 0; p < table.phases + 2; ++p) {
-    describe(table, p, linear, mix, shift, shared);
+    describe(table, p, counts, shift, shared);
     // The first two are there; or as end_phase() of phase p - 2.
     if (p > 0) barrier_among<kDescribed>(kComputing + 32);
+  }
+}
+
+__device__ void copy_weights(const Table& table) {
+  Walk walk;
+  Counts counts;
+  const uint64_t policy = read_once();
+  for (int p = 0; p < table.phases; ++p) {
+    if (table.kind[p] == Table::Kind::Linear) {
+      copy_tiles(table.linear[counts.linear++], walk, policy);
+    } else if (table.kind[p] == Table::Kind::Narrow) {
+      copy_narrow(table.narrow[counts.narrow++], walk, policy);
+    }
   }
 }
 
@@ -84,11 +126,18 @@ __device__ void compute(const Table& table, Meeting& meeting, uint32_t launch) {
   barrier_among<kDescribed>(kComputing + 32);
   for (int p = 0; p < table.phases; ++p) {
     const Phase& phase = phase_of(p % 3);
-    if (shared.is_mix[p % 3]) {
-      run_mix(phase.mix, shared.rows[p % 3]);
-      walk.late = true;
-    } else {
+    const Table::Kind kind = shared.kind[p % 3];
+    if (kind == Table::Kind::Linear) {
       run_linear(phase.linear, walk);
+    } else if (kind == Table::Kind::Narrow) {
+      run_narrow(phase.narrow, walk);
+    } else {
+      if (kind == Table::Kind::Delta) {
+        run_mix(phase.delta, shared.rows[p % 3], shared.sharing[p % 3]);
+      } else {
+        run_mix(phase.swila, shared.rows[p % 3], shared.sharing[p % 3]);
+      }
+      walk.late = true;
     }
     end_phase();
     if (p == 0) make_unwritten(meeting, launch, dirty);

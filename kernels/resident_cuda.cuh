@@ -10,7 +10,9 @@ namespace weir::cuda::resident {
 
 constexpr int kTokensMost = 4;
 constexpr int kColumnsMost = 1 << 15;  // of a linear layer
+constexpr int kNarrowMost = 128;      // columns, of a layer that shares a phase
 constexpr int kNormedMost = 2048;   // columns, where a norm is folded in
+constexpr int kSwilaMost = 256;          // numbers of a state's row, of all mixtures
 constexpr int kKeysMost = 128, kValuesMost = 512;  // of a mixer's head
 constexpr int kWarps = 16;                         // that compute
 constexpr int kSlabs = Linear::kParts;
@@ -49,13 +51,36 @@ struct LinearPhase {
   bool x_left = false, base_left = false;  // by an earlier phase
 };
 
+// Linear layers of few columns that do not read each other's answers; their x is left by earlier
+// phases.
+struct NarrowPhase {
+  static constexpr int kLayers = 4;
+  struct Layer {
+    const float* x = nullptr;
+    const char* weights = nullptr;  // bf16 [rows, in]
+    const float* bias = nullptr;    // [rows], or null
+    float *left = nullptr, *y = nullptr;  // as in LinearPhase
+    int x_stride = 0, left_stride = 0, y_stride = 0;
+    int rows = 0;                   // a multiple of 8
+    bool activates = false;         // y becomes activation(y)
+    Activation activation = Activation::Sigmoid;  // or Silu
+  };
+  Layer layer[kLayers];
+  int layers = 0, in = 0, tokens = 0;
+  int tiles = 0;                    // of eight rows, of all layers
+  bool keep_low = true;
+};
+
 // What one launch runs. A mixer reads and writes words that are left; its answers are without their
 // norm, which is the next phase's f.
 struct Table {
-  static constexpr int kLinear = 256, kMix = 64, kPhases = kLinear + kMix;
+  static constexpr int kLinear = 256, kMix = 64, kNarrow = 64, kPhases = kLinear + kMix;
+  enum class Kind : uint8_t { Linear, Narrow, Delta, Swila };
   LinearPhase linear[kLinear];
-  DeltaMix mix[kMix];
-  bool is_mix[kPhases] = {};
+  NarrowPhase narrow[kNarrow];
+  DeltaMix delta[kMix];
+  SwilaMix swila[kMix];
+  Kind kind[kPhases] = {};
   int phases = 0;
   int words = 0;               // that are left
 };

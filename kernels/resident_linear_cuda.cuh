@@ -43,25 +43,32 @@ __device__ inline const char* find_row(const LinearPhase& l, int tile, int lane)
   return row < l.rows ? find_row(l, row) : nullptr;
 }
 
-// The stage of a tile that begins with that column.
-__device__ inline void copy_stage(const LinearPhase& l, const char* from, int column, Walk& walk,
-                                  uint64_t policy) {
-  Shared& shared = shared_memory();
-  const int lane = threadIdx.x % 32;
-  const uint32_t full = shared_address(shared.full), free = shared_address(shared.free);
-  const uint32_t bytes = min(kStageColumns, l.in - column) * 2;
-  const int rows = __popc(__ballot_sync(0xffffffffu, from != nullptr));
+// Returns when the ring's next stage may be filled; its barrier.
+__device__ inline uint32_t wait_for_stage(Walk& walk) {
+  const uint32_t full = shared_address(shared_memory().full),
+                 free = shared_address(shared_memory().free);
   // The stage is free at once in the first round: the phase before the first is done.
   barrier_wait(free + 8 * walk.stage, walk.parity ^ 1);
   const int before = walk.stage - kInFlight;
   if (walk.issued++ >= kInFlight) {
     barrier_wait(full + 8 * (before + (before < 0 ? kStages : 0)), walk.parity ^ int(before < 0));
   }
-  if (lane == 0) barrier_expect(full + 8 * walk.stage, bytes * rows);
+  return full + 8 * walk.stage;
+}
+
+// The stage of a tile that begins with that column.
+__device__ inline void copy_stage(const LinearPhase& l, const char* from, int column, Walk& walk,
+                                  uint64_t policy) {
+  Shared& shared = shared_memory();
+  const int lane = threadIdx.x % 32;
+  const uint32_t bytes = min(kStageColumns, l.in - column) * 2;
+  const int rows = __popc(__ballot_sync(0xffffffffu, from != nullptr));
+  const uint32_t full = wait_for_stage(walk);
+  if (lane == 0) barrier_expect(full, bytes * rows);
   __syncwarp();
   if (from != nullptr) {
     load_row(shared_address(shared.ring) + walk.stage * kStageBytes + lane * kPitch,
-             from + column * 2, bytes, full + 8 * walk.stage, policy);
+             from + column * 2, bytes, full, policy);
   }
   walk.next_stage();
 }
@@ -81,15 +88,6 @@ __device__ inline void copy_tiles(const LinearPhase& l, Walk& walk, uint64_t pol
   walk.tiles += tiles;
 }
 
-__device__ inline void copy_weights(const Table& table) {
-  Walk walk;
-  const uint64_t policy = read_once();
-  int linear = 0;
-  for (int p = 0; p < table.phases; ++p) {
-    if (!table.is_mix[p]) copy_tiles(table.linear[linear++], walk, policy);
-  }
-}
-
 // --- a linear phase -----------------------------------------------------------------------------
 
 // x of a stage's columns. A thread reads four neighbouring columns of each token, a warp 128; as
@@ -97,36 +95,55 @@ __device__ inline void copy_weights(const Table& table) {
 // every kWarps-th run of 32, a lane eight of a run of one token: lanes of the lower half the high
 // bf16 halves, the others the low ones.
 struct Columns {
+  static constexpr int kAsked = 3;
   Me me;
-  uint4 half[kStageRuns];
-  float4 four[kTokensMost];  // the thread's own
+  uint4 half[kStageRuns] = {};
+  // The thread's own, in the order of their use: those asked for, and from where, in fours from x's
+  // beginning on; zeros after them.
+  float4 four[kAsked] = {};
+  uint32_t from[kAsked] = {};
+  int next_token = 0, next_column = 0;  // to be asked for
+  int unasked = 0;                      // how many, from there on
 
   __device__ int own_token() const { return me.thread % 16 / 4; }
   // The first of the four; beyond the last column something else that is there and is not used.
   __device__ int own(int in) const { return me.thread * 4 < in ? me.thread * 4 : 0; }
-  __device__ static int64_t row_of(const LinearPhase& l, int token) {
-    return l.index == nullptr ? token : l.index[token];
-  }
-  __device__ const float* place(const LinearPhase& l, int token, int column) const {
-    return l.x + row_of(l, token) * l.x_stride + column + own(l.in - column);
-  }
 
-  // All loads are on their way before the first is waited for.
-  __device__ void ask(const LinearPhase& l, int column) {
+  __device__ void ask(const LinearPhase& l, int q) {
+    const int64_t row = l.index == nullptr ? next_token : l.index[next_token];
+    from[q] = uint32_t((row * l.x_stride + next_column + own(l.in - next_column)) / 4);
+    four[q] = look4(l.x + int64_t(from[q]) * 4);
+    --unasked;
+    if (++next_token < l.tokens) return;
+    next_token = 0;
+    next_column += kStageColumns;
+    if (next_column >= l.in) next_column = 0;
+  }
+  // `count` tokens' columns will be wanted.
+  __device__ void ask_first(const LinearPhase& l, int count) {
+    unasked = count;
 #pragma unroll
-    for (int t = 0; t < kTokensMost; ++t) {
-      if (t < l.tokens) four[t] = look4(place(l, t, column));
+    for (int q = 0; q < kAsked; ++q) {
+      if (unasked > 0) ask(l, q);
     }
   }
-  // The first of the tokens that are left, once it is there.
-  __device__ float4 take(const LinearPhase& l, int token, int column) {
-    float4 x = four[0];
-    for (int turn = 0; l.x_left && !written(x); count_turn(turn)) {
-      x = look4(place(l, token, column));
+  // The next of them, once it is there; then another is asked for.
+  __device__ float4 take(const LinearPhase& l) {
+    for (int turn = 0; l.x_left && !written(four[0]); count_turn(turn)) {
+#pragma unroll
+      for (int q = 0; q < kAsked; ++q) {
+        if (!written(four[q])) four[q] = look4(l.x + int64_t(from[q]) * 4);
+      }
     }
     __syncwarp();
+    const float4 x = four[0];
 #pragma unroll
-    for (int t = 0; t + 1 < kTokensMost; ++t) four[t] = four[t + 1];
+    for (int q = 0; q + 1 < kAsked; ++q) {
+      four[q] = four[q + 1];
+      from[q] = from[q + 1];
+    }
+    four[kAsked - 1] = {0, 0, 0, 0};
+    if (unasked > 0) ask(l, kAsked - 1);
     return x;
   }
   // A token's columns to the lanes that multiply by them, and the first one's also to those without
@@ -148,11 +165,9 @@ struct Columns {
   }
 
   // As they lie.
-  __device__ void load(const LinearPhase& l, int column, bool first) {
+  __device__ void load(const LinearPhase& l, bool first) {
 #pragma unroll 1
-    for (int t = 0; t < l.tokens; ++t) {
-      share(l, t, take(l, t, column), first && t == 0);
-    }
+    for (int t = 0; t < l.tokens; ++t) share(l, t, take(l), first && t == 0);
   }
 
   // 1 / rms of the group of columns that the thread's belong to.
@@ -177,15 +192,11 @@ struct Columns {
   }
 
   // Normed. The weights and the gate are there before x is.
-  __device__ void load_normed(const LinearPhase& l, Walk& walk) {
+  __device__ void load_normed(const LinearPhase& l) {
     const int in_group = own(l.in) - (own(l.in) / kRun * l.groups_a_run >> 16) * l.group;
     const auto weight = *reinterpret_cast<const float4*>(l.weight + in_group);
     const float* const gate = l.gate + own(l.in);
     float4 next = l.gate == nullptr ? weight : look4(gate);
-    ask(l, 0);
-    const bool late = walk.late;
-    const Late history = late ? shared_memory().late[me.thread] : Late{};
-    walk.late = false;
 #pragma unroll 1
     for (int t = 0; t < l.tokens; ++t) {
       float4 factor = weight;
@@ -195,7 +206,7 @@ struct Columns {
         factor = delta::times(weight, next);
         if (t + 1 < l.tokens) next = look4(here + l.gate_stride);
       }
-      float4 x = take(l, t, 0);
+      float4 x = take(l);
       const float scale = scale_of(l, t, x);
       x = {x.x * scale * factor.x, x.y * scale * factor.y, x.z * scale * factor.z,
            x.w * scale * factor.w};
@@ -204,8 +215,6 @@ struct Columns {
         *reinterpret_cast<float4*>(l.normed + t * l.normed_stride + own(l.in)) = x;
       }
     }
-    // The block has seen every answer of the mixer before, so no block reads the history again.
-    if (late) write_history(history);
   }
 };
 
@@ -276,36 +285,41 @@ __device__ inline float bias_of(const LinearPhase& l, int row) {
 
 // A thread's output of a batch of tiles; batches go round the pairs of warps.
 struct Output {
-  int o = -1;  // among the batch's; -1: none
-  int token = 0, row = 0;
-  bool valid = false;
+  int place = -1;           // its token and its row; -1: none
   float bias = 0, old = 0;  // what is added: asked for before the products are there
 
+  // Among the batch's.
+  __device__ static int number(Me me, int batch) {
+    return me.thread - batch * kBatchOutputs % kComputing;
+  }
   __device__ Output(const LinearPhase& l, Me me, int first, int batch) {
-    o = me.thread - batch * kBatchOutputs % kComputing;
+    const int o = number(me, batch);
     if (o < 0 || o >= kBatchOutputs) return;
-    const int tile = first + o / kOutputs * int(gridDim.x);
-    token = o / kTileRows % kTokensMost;
-    row = row_of_tile(l, tile, o % kTileRows);
-    valid = tile < tiles_of(l) && token < l.tokens && row < l.rows;
-    if (!valid) return;
+    const int tile = first + o / kOutputs * int(gridDim.x), token = o / kTileRows % kTokensMost;
+    const int row = row_of_tile(l, tile, o % kTileRows);
+    if (tile >= tiles_of(l) || token >= l.tokens || row >= l.rows) return;
+    place = row * kTokensMost + token;
     if (l.biased) bias = bias_of(l, row);
     if (l.base != nullptr) old = look(base(l));
   }
+  __device__ int token() const { return place % kTokensMost; }
+  __device__ int row() const { return place / kTokensMost; }
   __device__ const float* base(const LinearPhase& l) const {
-    return l.base + int64_t(token) * l.base_stride + row;
+    return l.base + int64_t(token()) * l.base_stride + row();
   }
   __device__ float before(const LinearPhase& l) const {
-    return bias + (valid && l.base_left && !written(old) ? await(base(l)) : old);
+    const bool missing = place >= 0 && l.base_left && !written(old);
+    return bias + (missing ? await(base(l)) : old);
   }
 };
 
 // Adds the warps' sums of a batch of tiles and stores what becomes of them. Sums of a tile:
 // [token][row].
-__device__ inline void store_tiles(const LinearPhase& l, const float* sums, const Output& out) {
+__device__ inline void store_tiles(const LinearPhase& l, const float* sums, const Output& out,
+                                   int o) {
   barrier_among<kAll>(kComputing);  // every warp's sums are there
-  if (out.o < 0 || out.o >= kBatchOutputs) return;
-  const float* from = sums + out.o;
+  if (o < 0 || o >= kBatchOutputs) return;
+  const float* from = sums + o;
   float even = 0, odd = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; w += 2) {
@@ -313,7 +327,8 @@ __device__ inline void store_tiles(const LinearPhase& l, const float* sums, cons
     odd += from[(w + 1) * kBatchOutputs];
   }
   float value = out.before(l) + (even + odd);
-  if (out.row >= l.activated && out.row < l.activated_end) {
+  const int row = out.row();
+  if (row >= l.activated && row < l.activated_end) {
     const float open = quick_sigmoid(value);
     value = l.activation == Activation::Silu ? value * open : open;
   }
@@ -321,51 +336,56 @@ __device__ inline void store_tiles(const LinearPhase& l, const float* sums, cons
     const float up = __shfl_xor_sync(0xffffffffu, value, 4);
     value = value * quick_sigmoid(value) * up;
   }
-  if (!out.valid || (l.paired && out.o % kTileRows >= 4)) return;
-  if (l.left != nullptr) leave(l.left + out.token * l.left_stride + out.row, value);
-  if (l.y != nullptr) l.y[int64_t(out.token) * l.y_stride + out.row] = value;
+  if (out.place < 0 || (l.paired && o % kTileRows >= 4)) return;
+  if (l.left != nullptr) leave(l.left + out.token() * l.left_stride + row, value);
+  if (l.y != nullptr) l.y[int64_t(out.token()) * l.y_stride + row] = value;
 }
 
-// x of several stages is read again for each batch; the next stage's is asked for before the
-// products of this one's.
-__device__ inline void multiply_all(const LinearPhase& l, Walk& walk, Columns& x) {
+// x of several stages is read again for each batch. `out`: of the first one.
+__device__ inline void multiply_all(const LinearPhase& l, Walk& walk, Columns& x, bool whole,
+                                    Output out) {
   const int tiles = tiles_of(l), in = l.in, blocks = gridDim.x, warp = x.me.warp();
-  const bool whole = in <= kStageColumns;  // x is here
   const Weights weights(x.me);
-  if (!whole) x.ask(l, 0);
   int batch = 0;
 #pragma unroll 1
-  for (int tile = walk.first_tile(); tile < tiles; tile += kBatch * blocks, ++batch) {
-    const Output out(l, x.me, tile, batch);
+  for (int tile = walk.first_tile(); tile < tiles;) {
     const bool two = tile + blocks < tiles;
     Sums first, second;
 #pragma unroll 1
     for (int column = 0; column < in; column += kStageColumns) {
       const int runs = ((in - column) / kRun - warp + kWarps - 1) / kWarps;
-      if (!whole) {
-        x.load(l, column, batch == 0 && column == 0);
-        x.ask(l, column + kStageColumns < in ? column + kStageColumns : 0);
-      }
+      if (!whole) x.load(l, batch == 0 && column == 0);
       first.add(weights, walk, x, runs);
       if (two) second.add(weights, walk, x, runs);
     }
     float* const sums = shared_memory().sums[batch % 2];
     first.leave_in(sums + warp * kBatchOutputs, x.me);
     second.leave_in(sums + warp * kBatchOutputs + kOutputs, x.me);
-    store_tiles(l, sums, out);
+    store_tiles(l, sums, out, Output::number(x.me, batch));
+    tile += kBatch * blocks;
+    ++batch;
+    if (tile < tiles) out = Output(l, x.me, tile, batch);
   }
   walk.tiles += tiles;
 }
 
 __device__ inline void run_linear(const LinearPhase& l, Walk& walk) {
-  Columns x{.me = find_me()};
+  const bool whole = l.in <= kStageColumns;  // x of a token is one stage's
+  const Me me = find_me();
+  const Output out(l, me, walk.first_tile(), 0);
+  const bool late = walk.late;
+  const Late history = late ? shared_memory().late[me.thread] : Late{};
+  walk.late = false;
+  Columns x{.me = me};
+  x.ask_first(l, whole ? l.tokens : l.tokens << 16);
   if (l.group > 0) {
-    x.load_normed(l, walk);
-  } else if (l.in <= kStageColumns) {
-    x.ask(l, 0);
-    x.load(l, 0, true);
+    x.load_normed(l);
+    // The block has seen every answer of the mixer before: no block reads the history again.
+    if (late) write_history(history);
+  } else if (whole) {
+    x.load(l, true);
   }
-  multiply_all(l, walk, x);
+  multiply_all(l, walk, x, whole, out);
 }
 
 }  // namespace weir::cuda::resident

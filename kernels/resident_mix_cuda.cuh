@@ -15,11 +15,14 @@ __device__ inline int slices_of(const DeltaMix& op) {
   return slices;
 }
 
+__device__ inline int keys_of(const DeltaMix& op) { return op.key_heads * op.key_dim; }
+__device__ inline int keys_of(const SwilaMix& op) { return op.heads * op.dim; }
+
 // The new history of one channel of one row, to be written when all have read the old one: runs of
 // 32 go round the blocks, so that each has one or two warps' worth.
-__device__ inline Late new_history(const DeltaMix& op, const RowPlace* rows, Me me) {
-  const int keys = op.key_heads * op.key_dim, values = op.value_heads * op.value_dim;
-  const int channels = 2 * keys + values;
+template <typename Op>
+__device__ inline Late new_history(const Op& op, const RowPlace* rows, int channels, Me me) {
+  const int keys = keys_of(op);
   const int mine = (me.warp() * int(gridDim.x) + int(blockIdx.x)) * 32 + me.lane();
   if (mine >= op.rows.count * channels) return {};
   const int row = mine / channels, c = mine % channels;
@@ -88,13 +91,24 @@ struct StateRows {
 };
 
 // A head's share of values, for one row of the step.
-struct Unit {
-  int row, head, slice;
-
-  __device__ static Unit of(const DeltaMix& op, int slices, int u) {
-    return {u / slices / op.value_heads, u / slices % op.value_heads, u % slices};
-  }
-};
+__device__ inline UnitPlace place_of(const DeltaMix& op, const RowPlace* rows, int slices, int u) {
+  const int row = u / slices / op.value_heads, head = u / slices % op.value_heads;
+  const int values = op.value_dim / slices, first_value = head * op.value_dim + u % slices * values;
+  const RowPlace& place = rows[row];
+  const bool padding = place.slot == kPadding;
+  return {.key = head / (op.value_heads / op.key_heads) * op.key_dim,
+          .value_head = head,
+          .decay_head = head * op.decay_heads / op.value_heads,
+          .first_value = first_value,
+          .begin = place.begin,
+          .slot = place.slot,
+          .padding = padding,
+          .fresh = place.fresh,
+          .state = padding ? nullptr
+                           : at(op.state, place.slot) + int64_t(first_value) * op.key_dim,
+          .history = padding ? nullptr : at(op.history, place.slot),
+          .out = at(op.out, place.begin) + first_value};
+}
 
 // By one warp: asks for `count` floats to be brought into L2.
 __device__ inline void prefetch(const float* from, int count) {
@@ -107,51 +121,45 @@ __device__ inline void prefetch(const float* from, int count) {
   }
 }
 
+// By the describing warp: how the heads are shared out, and where the block's first unit is.
+__device__ inline void share_out(const DeltaMix& op, const RowPlace* rows, Sharing& sharing) {
+  const int slices = slices_of(op);
+  sharing.slices = slices;
+  sharing.values = op.value_dim / slices;
+  sharing.units = op.rows.count * op.value_heads * slices;
+  sharing.channels = 2 * op.key_heads * op.key_dim + op.value_heads * op.value_dim;
+  if (int(blockIdx.x) < sharing.units) sharing.first = place_of(op, rows, slices, blockIdx.x);
+}
+
 // What this block's first unit reads that no phase writes.
-__device__ inline void prefetch_unit(const DeltaMix& op) {
-  const int slices = slices_of(op), values = op.value_dim / slices, K = op.key_dim;
-  if (int(blockIdx.x) >= op.rows.count * op.value_heads * slices) return;
-  const Unit unit = Unit::of(op, slices, blockIdx.x);
-  const Slot slot = op.rows.slot[unit.row];
-  if (slot == kPadding) return;
-  const int64_t value0 = int64_t(unit.head) * op.value_dim + unit.slice * values;
-  const int key0 = unit.head / (op.value_heads / op.key_heads) * K;
-  prefetch(at(op.state, slot) + value0 * K, values * K);
-  prefetch(op.conv_q + int64_t(key0) * 4, K * 4);
-  prefetch(op.conv_k + int64_t(key0) * 4, K * 4);
-  prefetch(op.conv_v + value0 * 4, values * 4);
-  const int64_t keys = int64_t(op.key_heads) * K,
-                channels = 2 * keys + int64_t(op.value_heads) * op.value_dim;
+__device__ inline void prefetch_unit(const DeltaMix& op, const Sharing& sharing) {
+  const UnitPlace& unit = sharing.first;
+  const int values = sharing.values, K = op.key_dim;
+  if (int(blockIdx.x) >= sharing.units || unit.padding) return;
+  prefetch(unit.state, values * K);
+  prefetch(op.conv_q + int64_t(unit.key) * 4, K * 4);
+  prefetch(op.conv_k + int64_t(unit.key) * 4, K * 4);
+  prefetch(op.conv_v + int64_t(unit.first_value) * 4, values * 4);
+  const int keys = op.key_heads * K;
 #pragma unroll 1
   for (int h = 0; h < 3; ++h) {
-    const float* past = at(op.history, slot) + h * channels;
-    prefetch(past + key0, K);
-    prefetch(past + keys + key0, K);
-    prefetch(past + 2 * keys + value0, values);
+    const float* past = unit.history + int64_t(h) * sharing.channels;
+    prefetch(past + unit.key, K);
+    prefetch(past + keys + unit.key, K);
+    prefetch(past + 2 * keys + unit.first_value, values);
   }
 }
 
 // And what new_history() reads, of the first two rounds of runs.
-__device__ inline void prefetch_mix(const DeltaMix& op) {
-  prefetch_unit(op);
-  const int channels =
-      2 * op.key_heads * op.key_dim + op.value_heads * op.value_dim;
-  const int lane = threadIdx.x % 32, h = lane % 2 + 1;
+template <typename Op>
+__device__ inline void prefetch_mix(const Op& op, const RowPlace* rows, const Sharing& sharing) {
+  prefetch_unit(op, sharing);
+  const int channels = sharing.channels, lane = threadIdx.x % 32, h = lane % 2 + 1;
   if (lane >= 4) return;
   const int mine = (lane / 2 * int(gridDim.x) + int(blockIdx.x)) * 32, row = mine / channels;
-  if (row >= op.rows.count || op.rows.slot[row] == kPadding) return;
-  prefetch_line(at(op.history, op.rows.slot[row]) + int64_t(h) * channels + mine % channels);
+  if (row >= op.rows.count || rows[row].slot == kPadding) return;
+  prefetch_line(at(op.history, rows[row].slot) + int64_t(h) * channels + mine % channels);
 }
-
-// Where a unit is.
-struct UnitPlace {
-  int key_head, value_head, decay_head;
-  int first_value, values;  // of all heads' values, the unit's
-  int begin;                // its token
-  bool fresh;
-  const float* history;     // the row's
-  int channels;             // of one history entry
-};
 
 // One of a unit's channels: of q below key_dim, of k below 2 key_dim, then of v. What it reads is
 // asked for at once; what other phases leave is waited for last.
@@ -159,9 +167,9 @@ struct Input {
   float x;                      // convolved
   float gate, beta, shift, a;   // the decay's, erase's or write's logit; beta's; the decay's more
 
-  __device__ Input(const DeltaMix& op, const UnitPlace& place, int i) {
+  __device__ Input(const DeltaMix& op, const UnitPlace& place, int channels, int i) {
     const int K = op.key_dim, which = int(i >= K) + int(i >= 2 * K);
-    const int column = which < 2 ? place.key_head * K + i - which * K
+    const int column = which < 2 ? place.key + i - which * K
                                  : place.first_value + i - 2 * K;
     const Acts& from = *(which == 0 ? &op.q : which == 1 ? &op.k : &op.v);
     const float* const now = from.data + place.begin * from.stride + column;
@@ -171,8 +179,8 @@ struct Input {
     const float* const past = place.history + which * op.key_heads * K + column;
     const float4 tap = *reinterpret_cast<const float4*>(taps + column * 4);
     const float first = place.fresh ? 0.0f : past[0];
-    const float second = place.fresh ? 0.0f : past[place.channels];
-    const float third = place.fresh ? 0.0f : past[2 * place.channels];
+    const float second = place.fresh ? 0.0f : past[channels];
+    const float third = place.fresh ? 0.0f : past[2 * channels];
     const bool decays = which == 0 && op.decay != Decay::None;
     const Acts& gates = *(which == 0 ? &op.decay_in : which == 1 ? &op.erase : &op.write);
     int gate_column = column;
@@ -199,10 +207,20 @@ struct Input {
   }
 };
 
-__device__ inline void make_channel(const DeltaMix& op, const UnitPlace& place, int i,
-                                    Head& head) {
+// exp(g) from its logit. What a head forgets slowly needs log(1 + y) of small y to all digits.
+__device__ inline float decay_of(const DeltaMix& op, float a, float x) {
+  if (op.decay == Decay::None) return 1.0f;
+  if (op.lower_bound < 0) return expf(op.lower_bound * quick_sigmoid(a * x));
+  const float y = __expf(fminf(x, 20.0f));
+  const float series = y * (1.0f - y * (0.5f - y * (1.0f / 3.0f - y * 0.25f)));
+  const float softplus = x > 20.0f ? x : y < 0.02f ? series : __logf(1.0f + y);
+  return expf(-a * softplus);
+}
+
+__device__ inline void make_channel(const DeltaMix& op, const UnitPlace& place, int channels,
+                                    int i, Head& head) {
   const int K = op.key_dim;
-  const Input in(op, place, i);
+  const Input in(op, place, channels, i);
   const Activation activation = i < 2 * K ? op.qk_activation : Activation::Silu;
   const float x = activation == Activation::Silu ? in.x * quick_sigmoid(in.x)
                                                  : apply(activation, in.x);
@@ -221,59 +239,49 @@ __device__ inline void make_channel(const DeltaMix& op, const UnitPlace& place, 
     head.erase[i - K] = x * (op.erase.data == nullptr ? beta : op.beta_scale * gate);
   } else {
     head.q[i] = x;
-    head.decay[i] = delta::decay_of(op, in.a, in.gate + in.shift);
+    head.decay[i] = decay_of(op, in.a, in.gate + in.shift);
   }
 }
 
 // One unit: its vectors, its part of the state, its answers.
-__device__ inline void run_unit(const DeltaMix& op, const Unit& unit, const RowPlace& row,
-                                int values, Me me, Head& head) {
-  const int K = op.key_dim, warp = me.warp(), all = 2 * K + values, key = me.lane() * 4;
-  const UnitPlace place{
-      .key_head = unit.head / (op.value_heads / op.key_heads),
-      .value_head = unit.head,
-      .decay_head = unit.head * op.decay_heads / op.value_heads,
-      .first_value = unit.head * op.value_dim + unit.slice * values,
-      .values = values,
-      .begin = row.begin,
-      .fresh = row.fresh,
-      .history = at(op.history, row.slot),
-      .channels = 2 * op.key_heads * K + op.value_heads * op.value_dim};
-  float* const state = at(op.state, row.slot) + int64_t(place.first_value) * K;
+__device__ inline void run_unit(const DeltaMix& op, const Sharing& sharing, const UnitPlace& place,
+                                Me me) {
+  auto& head = *reinterpret_cast<Head*>(shared_memory().head);
+  const int K = op.key_dim, warp = me.warp(), values = sharing.values, all = 2 * K + values;
+  const int key = me.lane() * 4;
   StateRows rows, next;
-  rows.load(state, warp, values, K, key, place.fresh);
+  rows.load(place.state, warp, values, K, key, place.fresh);
 #pragma unroll 1
-  for (int i = me.thread; i < all; i += kComputing) make_channel(op, place, i, head);
+  for (int i = me.thread; i < all; i += kComputing) {
+    make_channel(op, place, sharing.channels, i, head);
+  }
   barrier_among<kAll>(kComputing);  // the vectors are there
   const float k_scale = scale_of(op.qk_norm, head.sums[1], K);
   const float q_scale = scale_of(op.qk_norm, head.sums[0], K) * rsqrtf(float(K));
-  float* const out = at(op.out, place.begin) + place.first_value;
 #pragma unroll 1
   for (int v = warp; v < values; v += kWarps * StateRows::kRows) {
     const int after = v + kWarps * StateRows::kRows;
-    if (after < values) next.load(state, after, values, K, key, place.fresh);
-    rows.step(head, state, v, values, K, key, k_scale, q_scale, out);
+    if (after < values) next.load(place.state, after, values, K, key, place.fresh);
+    rows.step(head, place.state, v, values, K, key, k_scale, q_scale, place.out);
     rows = next;
   }
 }
 
-__device__ inline void run_mix(const DeltaMix& op, const RowPlace* rows) {
+template <typename Op>
+__device__ inline void run_mix(const Op& op, const RowPlace* rows, const Sharing& sharing) {
   const Me me = find_me();
-  const int slices = slices_of(op), values = op.value_dim / slices;
-  const int units = op.rows.count * op.value_heads * slices;
 #pragma unroll 1
-  for (int u = blockIdx.x; u < units; u += gridDim.x) {
-    const Unit unit = Unit::of(op, slices, u);
-    const RowPlace& row = rows[unit.row];
-    if (row.slot == kPadding) {  // nobody needs its answers, but they are waited for
-      float* out = at(op.out, row.begin) + unit.head * op.value_dim + unit.slice * values;
-      for (int v = me.thread; v < values; v += kComputing) leave(out + v, 0);
+  for (int u = blockIdx.x; u < sharing.units; u += gridDim.x) {
+    UnitPlace place = sharing.first;
+    if (u >= int(gridDim.x)) place = place_of(op, rows, sharing.slices, u);
+    if (place.padding) {  // nobody needs its answers, but they are waited for
+      for (int v = me.thread; v < sharing.values; v += kComputing) leave(place.out + v, 0);
       continue;
     }
-    run_unit(op, unit, row, values, me, *reinterpret_cast<Head*>(shared_memory().head));
+    run_unit(op, sharing, place, me);
     barrier_among<kAll>(kComputing);  // the vectors may be overwritten
   }
-  shared_memory().late[me.thread] = new_history(op, rows, me);
+  shared_memory().late[me.thread] = new_history(op, rows, sharing.channels, me);
 }
 
 }  // namespace weir::cuda::resident

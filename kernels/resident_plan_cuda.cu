@@ -116,10 +116,35 @@ bool fold(const DeltaMix& op, LinearPhase& phase) {
   return set_group(op.value_dim, op.norm_eps, phase);
 }
 
+bool fold(const SwilaMix& op, LinearPhase& phase) {
+  if (op.heads * op.dim != phase.in || phase.in > kNormedMost || !aligned(op.norm_weight)) {
+    return false;
+  }
+  phase.weight = op.norm_weight;
+  return set_group(op.dim, op.norm_eps, phase);
+}
+
+// As many tokens as rows: one each, for no row is empty.
+bool steps(const Rows& rows) {
+  return rows.count == rows.tokens && rows.count >= 1 && rows.count <= kTokensMost &&
+         !rows.computed;
+}
+bool has_threads(int64_t channels, const Context& context) {
+  return channels <= int64_t(context.multiprocessors) * kWarps * 32;
+}
+
+bool runs(const SwilaMix& op, const Context& context) {
+  if (!steps(op.rows) || op.conv_width != 4) return false;
+  const int J = op.mixtures, D = op.dim;
+  if (J != 1 && J != 2 && J != 4 && J != 8) return false;
+  if (D % 32 != 0 || D > kKeysMost || J * D % 128 != 0 || J * D > kSwilaMost) return false;
+  if (!aligned(op.state.data) || op.state.stride % 4 != 0) return false;
+  if (!aligned(op.conv_q) || !aligned(op.conv_k) || !aligned(op.conv_v)) return false;
+  return has_threads(int64_t(op.rows.count) * 3 * op.heads * D, context);
+}
+
 bool runs(const DeltaMix& op, const Context& context) {
-  // As many tokens as rows: one each, for no row is empty.
-  if (op.rows.count != op.rows.tokens || op.rows.count < 1) return false;
-  if (op.rows.count > kTokensMost || op.rows.computed || !op.norm_output) return false;
+  if (!steps(op.rows) || !op.norm_output) return false;
   if (!op.erases || op.values_ready || op.emits || op.answer_add) return false;
   if (op.key_dim % 32 != 0 || op.key_dim > kKeysMost) return false;
   if (op.value_dim % kWarps != 0 || op.value_dim > kValuesMost) return false;
@@ -128,7 +153,7 @@ bool runs(const DeltaMix& op, const Context& context) {
   if (!aligned(op.conv_q) || !aligned(op.conv_k) || !aligned(op.conv_v)) return false;
   const int64_t channels =
       2 * int64_t(op.key_heads) * op.key_dim + int64_t(op.value_heads) * op.value_dim;
-  return op.rows.count * channels <= int64_t(context.multiprocessors) * kWarps * 32;
+  return has_threads(op.rows.count * channels, context);
 }
 
 // Numbers that a phase reads or writes.
@@ -165,6 +190,37 @@ bool apart(const LinearPhase& l) {
   return !x.meet(y) && !normed.meet(x) && !normed.meet(y);
 }
 
+// Makes a linear phase one more layer of a narrow one, if it is such.
+bool joins(NarrowPhase& narrow, const LinearPhase& l) {
+  if (narrow.layers == NarrowPhase::kLayers || l.in > kNarrowMost || l.rows % 8 != 0) return false;
+  if (!l.x_left || l.group > 0 || l.index != nullptr || l.base != nullptr || l.paired) return false;
+  const bool activates = l.activated_end > 0;
+  if (l.slab[0].rows != l.rows || (activates && l.activated_end - l.activated != l.rows)) {
+    return false;
+  }
+  if (narrow.layers > 0 && (narrow.in != l.in || narrow.tokens != l.tokens)) return false;
+  for (int i = 0; i < narrow.layers; ++i) {
+    const NarrowPhase::Layer& layer = narrow.layer[i];
+    if (l.x >= layer.left && l.x < layer.left + int64_t(layer.left_stride) * l.tokens) return false;
+  }
+  narrow.layer[narrow.layers++] = {.x = l.x,
+                                   .weights = l.slab[0].data,
+                                   .bias = l.slab[0].bias,
+                                   .left = l.left,
+                                   .y = l.y,
+                                   .x_stride = l.x_stride,
+                                   .left_stride = l.left_stride,
+                                   .y_stride = l.y_stride,
+                                   .rows = l.rows,
+                                   .activates = activates,
+                                   .activation = l.activation};
+  narrow.in = l.in;
+  narrow.tokens = l.tokens;
+  narrow.tiles += l.rows / 8;
+  narrow.keep_low = l.keep_low;
+  return true;
+}
+
 // The phases made so far.
 class Plan {
  public:
@@ -172,9 +228,8 @@ class Plan {
       : words_(&context.meeting->words[0][0]), keep_low_(context.keep_low) {}
 
   Table table;
-  int linear = 0, mix = 0;
+  int linear = 0;
 
-  bool has_room() const { return mix < Table::kMix && linear < Table::kLinear; }
 
   // Numbers that a mixer reads: their place in words, where earlier phases leave them.
   bool find_left(Acts& acts, int tokens, int dim, int multiple = 1) {
@@ -237,18 +292,15 @@ class Plan {
     }
     table.linear[linear] = phase;
     table.linear[linear++].keep_low = keep_low_;
-    table.is_mix[table.phases++] = false;
+    table.kind[table.phases++] = Table::Kind::Linear;
     return true;
   }
   // The op and the out-projection after it.
   bool add(const DeltaMix& op, const LinearPhase& phase) {
-    table.is_mix[table.phases++] = true;
-    if (!add(phase)) {
-      --table.phases;
-      return false;
-    }
-    table.mix[mix++] = op;
-    return true;
+    return add_mixer(op, phase, Table::Kind::Delta, table.delta, deltas_);
+  }
+  bool add(const SwilaMix& op, const LinearPhase& phase) {
+    return add_mixer(op, phase, Table::Kind::Swila, table.swila, swilas_);
   }
 
   // Only what no later phase overwrites is written for after the launch: so no two phases write to
@@ -259,9 +311,23 @@ class Plan {
         if (made_[j].y.find(made_[i].y) >= 0) table.linear[i].y = nullptr;
       }
     }
+    join_narrow();
   }
 
  private:
+  template <typename Op>
+  bool add_mixer(const Op& op, const LinearPhase& phase, Table::Kind kind,
+                 Op (&ops)[Table::kMix], int& count) {
+    if (count == Table::kMix) return false;
+    table.kind[table.phases++] = kind;
+    if (!add(phase)) {
+      --table.phases;
+      return false;
+    }
+    ops[count++] = op;
+    return true;
+  }
+
   enum class Source { Program, Left, Unknown };
   struct Found {
     Source source = Source::Unknown;
@@ -276,6 +342,30 @@ class Plan {
     int reader = -1;     // its number among the phases that read such
     uint64_t after = 0;  // readers that are done where this phase's y is known
   };
+
+  // Neighbouring layers of few columns become one phase.
+  void join_narrow() {
+    int kept = 0, phases = 0, narrow = 0;  // linear; of all kinds; narrow
+    for (int p = 0, i = 0; p < table.phases; ++p) {
+      const Table::Kind kind = table.kind[p];
+      if (kind != Table::Kind::Linear) {
+        table.kind[phases++] = kind;
+        continue;
+      }
+      const LinearPhase& phase = table.linear[i++];
+      const bool follows = phases > 0 && table.kind[phases - 1] == Table::Kind::Narrow;
+      if (follows && joins(table.narrow[narrow - 1], phase)) continue;
+      if (narrow < Table::kNarrow) table.narrow[narrow] = {};
+      if (narrow < Table::kNarrow && joins(table.narrow[narrow], phase)) {
+        ++narrow;
+        table.kind[phases++] = Table::Kind::Narrow;
+      } else {
+        table.linear[kept++] = phase;
+        table.kind[phases++] = Table::Kind::Linear;
+      }
+    }
+    table.phases = phases;
+  }
 
   // Where a new phase finds the numbers. The phase that wrote them last is made to leave them.
   Found find(const Numbers& wanted, int multiple) {
@@ -337,7 +427,7 @@ class Plan {
   float* words_;  // of even launches, on the device
   bool keep_low_;
   Made made_[Table::kLinear];
-  int readers_ = 0;
+  int readers_ = 0, deltas_ = 0, swilas_ = 0;
   uint64_t after_ = 0;  // of the phase that is being made
 };
 
@@ -366,38 +456,51 @@ int add_linear(const Ops& ops, int i, Plan& plan) {
   return plan.add(phase) ? i - first : 0;
 }
 
+// All that a mixer reads of other ops is left by earlier phases.
+bool find_reads(DeltaMix& op, LinearPhase& phase, Plan& plan) {
+  const int tokens = op.rows.tokens, keys = op.key_heads * op.key_dim,
+            values = op.value_heads * op.value_dim,
+            decays = op.decay_heads * (op.decay == Decay::PerHead ? 1 : op.key_dim);
+  if (!plan.find_left(op.q, tokens, keys) || !plan.find_left(op.k, tokens, keys)) return false;
+  if (!plan.find_left(op.v, tokens, values)) return false;
+  if (!plan.find_left(op.beta, tokens, op.value_heads)) return false;
+  if (op.decay != Decay::None && !plan.find_left(op.decay_in, tokens, decays)) return false;
+  if (!plan.find_left(op.erase, tokens, keys)) return false;
+  if (!plan.find_left(op.write, tokens, values)) return false;
+  if (!op.gate) return true;
+  Acts gate = op.gate;
+  if (!plan.find_left(gate, tokens, values, 4)) return false;
+  phase.gate = gate.data;
+  phase.gate_stride = int(gate.stride);
+  return plan.activate(op.gate, phase.in, op.gate_activation);
+}
+bool find_reads(SwilaMix& op, LinearPhase&, Plan& plan) {
+  const int tokens = op.rows.tokens, channels = op.heads * op.dim, mixed = channels * op.mixtures;
+  for (Acts* acts : {&op.q, &op.k, &op.v, &op.key_mix, &op.query_mix}) {
+    if (!plan.find_left(*acts, tokens, channels)) return false;
+  }
+  for (Acts* acts : {&op.key_router, &op.query_router, &op.beta, &op.decay_in}) {
+    if (!plan.find_left(*acts, tokens, mixed)) return false;
+  }
+  return true;
+}
+
+template <typename Op>
 int add_mix(const Ops& ops, int i, const Context& context, Plan& plan) {
-  const auto* mix = ops.get<DeltaMix>(i);
+  const auto* mix = ops.get<Op>(i);
   const auto* linear = ops.get<Linear>(i + 1);
   LinearPhase phase;
   if (mix == nullptr || linear == nullptr || !runs(*mix, context)) return 0;
   if (!same(mix->out, linear->x) || !make_linear(*linear, phase) || !fold(*mix, phase)) return 0;
   phase.x = nullptr;  // below
-  if (!apart(phase) || !plan.has_room() || !plan.find_inputs(phase)) return 0;
-  // All that it reads of other ops is left by earlier phases, and its answers are left too.
-  DeltaMix op = *mix;
-  const int tokens = op.rows.tokens, keys = op.key_heads * op.key_dim,
-            values = op.value_heads * op.value_dim,
-            decays = op.decay_heads * (op.decay == Decay::PerHead ? 1 : op.key_dim);
-  if (!plan.find_left(op.q, tokens, keys) || !plan.find_left(op.k, tokens, keys)) return 0;
-  if (!plan.find_left(op.v, tokens, values) || !plan.find_left(op.beta, tokens, op.value_heads)) {
-    return 0;
-  }
-  if (op.decay != Decay::None && !plan.find_left(op.decay_in, tokens, decays)) return 0;
-  if (!plan.find_left(op.erase, tokens, keys)) return 0;
-  if (!plan.find_left(op.write, tokens, values)) return 0;
-  if (mix->gate) {
-    Acts gate = mix->gate;
-    if (!plan.find_left(gate, tokens, values, 4)) return 0;
-    if (!plan.activate(mix->gate, phase.in, mix->gate_activation)) return 0;
-    phase.gate = gate.data;
-    phase.gate_stride = int(gate.stride);
-  }
-  float* out = nullptr;
-  if (!plan.take_words(int64_t(values) * tokens, out)) return 0;
-  op.out = {out, values};
+  if (!apart(phase) || !plan.find_inputs(phase)) return 0;
+  Op op = *mix;
+  if (!find_reads(op, phase, plan)) return 0;
+  float* out = nullptr;  // its answers are left too
+  if (!plan.take_words(int64_t(phase.in) * op.rows.tokens, out)) return 0;
+  op.out = {out, phase.in};
   phase.x = out;
-  phase.x_stride = values;
+  phase.x_stride = phase.in;
   phase.x_left = true;
   return plan.add(op, phase) ? 2 : 0;
 }
@@ -407,7 +510,6 @@ bool may_begin(const Op& op) {
   if (const auto* gather = std::get_if<Gather>(&op)) return gather->count <= kTokensMost;
   if (const auto* norm = std::get_if<RmsNorm>(&op)) return norm->tokens <= kTokensMost;
   if (const auto* linear = std::get_if<Linear>(&op)) return linear->tokens <= kTokensMost;
-  if (const auto* mix = std::get_if<DeltaMix>(&op)) return mix->rows.tokens <= kTokensMost;
   return false;
 }
 
@@ -420,7 +522,8 @@ int run(const Op* first, int count, Context& context) {
   Plan& plan = *made;
   int taken = 0;
   while (taken < count) {
-    int more = add_mix(ops, taken, context, plan);
+    int more = add_mix<DeltaMix>(ops, taken, context, plan);
+    if (more == 0) more = add_mix<SwilaMix>(ops, taken, context, plan);
     if (more == 0) more = add_linear(ops, taken, plan);
     if (more == 0) break;
     taken += more;

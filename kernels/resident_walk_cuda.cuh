@@ -40,7 +40,9 @@ struct Walk {
 
 union Phase {
   LinearPhase linear;
-  DeltaMix mix;
+  NarrowPhase narrow;
+  DeltaMix delta;
+  SwilaMix swila;
   __device__ Phase() {}
 };
 constexpr int kPhaseWords = int(sizeof(Phase) / 4);
@@ -59,6 +61,24 @@ struct RowPlace {
   bool fresh;
 };
 
+// Where a mixer's unit is: a head's share of values, for one row.
+struct UnitPlace {
+  int key;                       // the first one's place among all heads' keys
+  int value_head, decay_head;
+  int first_value;               // among all heads' values
+  int begin;                     // its token
+  Slot slot;
+  bool padding, fresh;
+  float *state, *history, *out;  // the unit's; the row's; the unit's
+};
+
+// How a mixer's heads are shared out among the blocks.
+struct Sharing {
+  int slices, values, units;  // of a head; of a unit; units
+  int channels;               // of a history entry
+  UnitPlace first;            // the block's
+};
+
 struct Shared {
   alignas(128) char ring[kStages * kStageBytes];
   alignas(16) uint16_t halves[2][kPlane];      // of a token's columns, bf16: high, low
@@ -71,8 +91,9 @@ struct Shared {
     alignas(16) float head[4 * kKeysMost + kValuesMost + 8];  // of a mixer
   };
   alignas(16) uint32_t phase[3][kPhaseWords];  // this one, the next, the one after
-  bool is_mix[3];
+  Table::Kind kind[3];
   RowPlace rows[3][kTokensMost];               // of a mixer
+  Sharing sharing[3];
   uint64_t full[kStages], free[kStages];
 };
 static_assert(sizeof(Shared) <= 227 * 1024);

@@ -1,5 +1,6 @@
 // Whole layers of few tokens, which CUDA runs as one kernel: against the plain CPU ops.
 #include "tests/ops/cuda_delta_case.h"
+#include "tests/ops/cuda_swila_case.h"
 
 namespace weir {
 namespace {
@@ -8,6 +9,7 @@ struct Shape {
   DeltaCase mix;
   int32_t dim = 256, hidden = 704, vocab = 1000, layers = 3;
   bool low_rank = false;  // the decay and the gate come through two matrices each
+  const SwilaCase* swila = nullptr;  // instead of `mix`
 };
 
 // The parts of an in-projection and where each one's output lies.
@@ -60,6 +62,39 @@ void add_mixer(Side& side, const Shape& shape, const Steps& steps, Acts normed, 
                            .accumulate = true, .x = mix.out, .y = residual});
 }
 
+void add_swila(Side& side, const Shape& shape, const Steps& steps, Acts normed, Acts projected,
+               Acts residual, Program& program) {
+  const SwilaCase& c = *shape.swila;
+  const int32_t T = steps.tokens(), channels = c.heads * c.dim, rank = 64;
+  auto mix = std::get<SwilaMix>(swila_program(side, c, steps)[0]);
+  Parts in{.op = {.tokens = T, .in = shape.dim, .x = normed, .y = projected}};
+  Program up;
+  for (Acts* logits : {&mix.key_router, &mix.query_router, &mix.beta, &mix.decay_in}) {
+    if (!*logits) continue;
+    const int32_t mixed = channels * c.mixtures;
+    Linear op{.tokens = T, .in = rank, .parts = 1,
+              .part = {side.matrix(mixed, rank, DType::BF16)}, .x = in.add(side, rank),
+              .y = side.acts(T, mixed)};
+    *logits = op.y;
+    up.push_back(op);
+  }
+  for (Acts* vectors : {&mix.q, &mix.k, &mix.v}) *vectors = in.add(side, channels);
+  program.push_back(in.op);
+  if (c.temporal) {  // more parts than a Linear has
+    Parts more{.op = {.tokens = T, .in = shape.dim, .x = normed, .y = side.acts(T, 2 * channels)}};
+    mix.key_mix = more.add(side, channels);
+    mix.query_mix = more.add(side, channels);
+    more.op.bias[0] = side.floats(size_t(channels));
+    program.push_back(more.op);
+  }
+  program.insert(program.end(), up.begin(), up.end());
+  mix.out = side.acts(T, channels);
+  program.push_back(mix);
+  program.push_back(Linear{.tokens = T, .in = channels, .parts = 1,
+                           .part = {side.matrix(shape.dim, channels, DType::BF16)},
+                           .accumulate = true, .x = mix.out, .y = residual});
+}
+
 // The last `padding` rows are compared nowhere: what passes through them is left over.
 Program layers(Side& side, const Shape& shape, const Steps& steps, int32_t padding) {
   const int32_t T = steps.tokens(), real = T - padding;
@@ -74,7 +109,8 @@ Program layers(Side& side, const Shape& shape, const Steps& steps, int32_t paddi
   };
   for (int32_t i = 0; i < shape.layers; ++i) {
     norm(T, residual, normed);
-    add_mixer(side, shape, steps, normed, projected, residual, program);
+    (shape.swila == nullptr ? add_mixer : add_swila)(side, shape, steps, normed, projected,
+                                                     residual, program);
     norm(T, residual, normed);
     program.push_back(Linear{.tokens = T, .in = shape.dim, .parts = 2,
                              .part = {side.matrix(shape.hidden, shape.dim, DType::BF16),
@@ -117,7 +153,8 @@ class CudaResident : public CudaTest {
     for (const auto& [rows, padding] : sizes) {
       const Steps steps = decode(rows, padding);
       const int32_t without = padding;
-      same(shape.mix.name + ", rows " + std::to_string(rows), tolerance,
+      const std::string name = shape.swila != nullptr ? shape.swila->name() : shape.mix.name;
+      same(name + ", rows " + std::to_string(rows), tolerance,
            [&](Side& side) { return layers(side, shape, steps, without); }, options);
     }
   }
@@ -141,6 +178,16 @@ TEST_F(CudaResident, EverySize) {
   all_sizes({.mix = {.name = "2 key heads, 6 value heads", .value_heads = 6, .decay_heads = 6}});
   all_sizes({.mix = {.name = "sums of keys", .qk_activation = Activation::EluPlusOne,
                      .qk_norm = QkNorm::Sum}});
+}
+
+// Four mixtures of 64 are two parts of a lane; with others, and a norm that two Linears read.
+TEST_F(CudaResident, Swila) {
+  const SwilaCase plain{.heads = 4}, gated{.heads = 4, .temporal = true, .gated = true},
+      small{.mixtures = 4, .dim = 32, .heads = 2, .temporal = true},
+      two{.mixtures = 2, .heads = 4, .gated = true};
+  for (const SwilaCase* c : {&plain, &gated, &small, &two}) {
+    all_sizes({.swila = c}, 2e-4, {}, {{1, 0}, {3, 1}});
+  }
 }
 
 // More columns than one stage of a row, and more tiles than blocks.
