@@ -1,6 +1,5 @@
 #include "kernels/outer_chunk_cuda.cuh"
 
-#include <algorithm>
 #include <initializer_list>
 
 #include "kernels/outer_chunk_layout.cuh"
@@ -61,7 +60,7 @@ Shares shares_of(const OuterStep& op, const Context& context) {
   Shares shares{widest_slice(op), {}};
   const auto blocks = [&](int64_t rows) { return rows * op.heads * op.value_dim / shares.slice; };
   // Long rows: all, or few prompts among rows that decode.
-  const int64_t all = std::clamp(op.rows.tokens / (kOuterStepsMost + 1), 1, op.rows.count);
+  const int64_t all = most_long_rows(op.rows);
   const bool mixed = op.rows.tokens / op.rows.count < kLeastTokens;
   const int64_t prompts = mixed ? std::clamp(op.rows.tokens / 1024, 1, op.rows.count) : all;
   const int64_t room = int64_t(op.key_dim > 128 ? 1 : 2) * context.multiprocessors;
@@ -113,8 +112,10 @@ struct Numbers {
 __global__ __launch_bounds__(kPassThreads) void pass_segments_kernel(
     const __grid_constant__ OuterStep op, Segments segments, int slice, int pieces) {
   let_successor_start();
+  const int row = long_row(op.rows, blockIdx.y);
   wait_for_predecessor();
-  const int row = blockIdx.y, begin = op.rows.begin[row], count = op.rows.begin[row + 1] - begin;
+  if (row < 0) return;
+  const int begin = op.rows.begin[row], count = op.rows.begin[row + 1] - begin;
   const Slot slot = op.rows.slot[row];
   const int last = (count + segments.tokens - 1) / segments.tokens;
   if (slot == kPadding || count <= kOuterStepsMost || last == 1) return;
@@ -151,7 +152,7 @@ void pass_segments(const OuterStep& op, Context& context, int slice, const Segme
   const int pieces = (numbers / 4 + kPassThreads - 1) / kPassThreads;
   const int blocks = op.heads * op.value_dim / slice;
   launch(context,
-         {.grid = dim3(blocks * pieces, op.rows.count), .block = dim3(kPassThreads)},
+         {.grid = dim3(blocks * pieces, most_long_rows(op.rows)), .block = dim3(kPassThreads)},
          pass_segments_kernel, op, segments, slice, pieces);
 }
 

@@ -270,7 +270,7 @@ __device__ inline void prepare_tile(const Preparer<L>& prepare, int first, Gates
     return;
   }
   if constexpr (L::kKey) {
-    prepare.all_columns();
+    prepare.all_products();
   } else if (warp < kBlocks) {
     prepare.products(warp);
   }
@@ -294,10 +294,11 @@ __device__ inline void clear_shared(L& shared) {
 }
 
 template <class L>
-__device__ inline Place place_of(const OuterStep& op, const Segments& segments) {
-  const int row = blockIdx.y, begin = op.rows.begin[row];
+__device__ inline Place place_of(const OuterStep& op, const Segments& segments, int row) {
+  const int begin = op.rows.begin[row];
   const int value = int(blockIdx.x) * L::kValues, head = value / op.value_dim;
-  Place place{.head = head,
+  Place place{.row = row,
+              .head = head,
               .key_head = head * op.key_heads / op.heads,
               .query = head * op.query_heads / op.heads,
               .heads = max(1, L::kValues / op.value_dim),
@@ -329,7 +330,7 @@ __device__ inline Memory place_of_state(const OuterStep& op, const Segments& seg
     return {at(op.state, slot) + int64_t(place.value) * L::K,
             at(op.sums, slot) + int64_t(place.head) * L::K, nullptr};
   }
-  const int row = blockIdx.y, before = op.rows.begin[row] / segments.tokens + row;
+  const int before = op.rows.begin[place.row] / segments.tokens + place.row;
   const int64_t end = int64_t(before + place.segment) * gridDim.x + blockIdx.x;
   return memory_of<L>(segments.ends + end * end_floats(L::K, L::kValues));
 }
@@ -341,9 +342,11 @@ __global__ __launch_bounds__(L::kThreads, L::kResident) void outer_chunk_kernel(
   L& shared = *reinterpret_cast<L*>(space);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   let_successor_start();
+  const int row = long_row(op.rows, blockIdx.y);
   wait_for_predecessor();
-  const Slot slot = op.rows.slot[blockIdx.y];
-  Place place = place_of<L>(op, segments);
+  if (row < 0) return;
+  const Slot slot = op.rows.slot[row];
+  Place place = place_of<L>(op, segments, row);
   if (slot == kPadding || place.count <= 0) return;
   const Memory memory = place_of_state<L>(op, segments, place, slot);
   // A segment starts where the launch before has put it.
@@ -376,7 +379,8 @@ void launch_chunks(const OuterStep& op, Context& context, const Segments& segmen
   WEIR_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        int(sizeof(L))));
   launch(context,
-         {.grid = dim3(op.heads * op.value_dim / L::kValues, op.rows.count, segments.most),
+         {.grid = dim3(op.heads * op.value_dim / L::kValues, most_long_rows(op.rows),
+                       segments.most),
           .block = dim3(L::kThreads),
           .shared = sizeof(L)},
          kernel, op, segments);

@@ -1,4 +1,6 @@
 #pragma once
+#include <algorithm>
+
 #include "kernels/async_cuda.cuh"
 #include "kernels/outer_chunk_cuda.cuh"
 #include "kernels/tensor_core.cuh"
@@ -64,6 +66,10 @@ struct Layout {
   half q[kTokens * kKeyPitch];          // scaled; per key: times exp(L)
   half k[kTokens * kKeyPitch];          // per key: times exp(last - L)
   half v[kTokens * kValuePitch];        // per value: times exp(last - L)
+  // Per key, of each chunk: its last 8 tokens' queries times their decays since the eighth, its
+  // first 8 tokens' keys times those up to it.
+  half later_q[kKey && !kGather ? kBlocks * 8 * kKeyPitch : 8];
+  half earlier_k[kKey && !kGather ? kBlocks * 8 * kKeyPitch : 8];
   half p[kHeads][kTokens * kBlockPitch];  // P, zeros above the diagonal
   float whole[kHead ? kHeads * kBlocks : kBlocks * kChannels];  // exp(last): a chunk's, of S
   // Per value: P transposed, [s, t] of each chunk; exp(L), and what a chunk's own tokens answer.
@@ -77,8 +83,33 @@ struct Layout {
   float total[kGather ? (K > kValues ? K : kValues) : 4];  // decays of the whole segment
 };
 
+// The k-th row of more than kOuterStepsMost tokens, by each warp for itself; -1: there are fewer.
+// With a block for each row, k itself: most of a step's rows may be of sequences that decode, and a
+// block that finds nothing to do still costs a microsecond.
+__device__ inline int long_row(const Rows& rows, int k) {
+  if (int(gridDim.y) == rows.count) return k;
+  for (int base = 0; base < rows.count; base += 32) {
+    const int row = base + int(threadIdx.x) % 32;
+    const int tokens = row < rows.count ? rows.begin[row + 1] - rows.begin[row] : 0;
+    uint32_t found = __ballot_sync(0xffffffffu, tokens > kOuterStepsMost);
+    const int count = __popc(found);
+    if (k < count) {
+      for (; k > 0; --k) found &= found - 1;
+      return base + __ffs(found) - 1;
+    }
+    k -= count;
+  }
+  return -1;
+}
+
+// How many there are, at most.
+inline int most_long_rows(const Rows& rows) {
+  return std::clamp(rows.tokens / (kOuterStepsMost + 1), 1, rows.count);
+}
+
 // Where the block is.
 struct Place {
+  int row;
   int head, key_head, query;  // head: the first
   int heads;                  // of the block, one or two
   int value;                  // the block's first value, counted over all heads

@@ -200,21 +200,31 @@ struct Preparer {
         for (int t = 0; t < kBlock; ++t) decay[t] = exp2_fast(kLog2E * decay[t]);
       } else {
         const Column raw_q(shared.raw_q + column, K);
-        float since = op.scale;
+        half* const later = &shared.later_q[8 * m * L::kKeyPitch + channel];
+        float since = op.scale, since_half = op.scale;
 #pragma unroll
         for (int t = 0; t < kBlock; ++t) {
+          const float x = raw_q[t];
           decay[t] = exp2_fast(kLog2E * decay[t]);
           shared.decay[column + t * K] = decay[t];
           since *= decay[t];
-          q[t * L::kKeyPitch] = to_half(raw_q[t] * since);
+          q[t * L::kKeyPitch] = to_half(x * since);
+          if (t < 8) continue;
+          since_half *= decay[t];
+          later[(t - 8) * L::kKeyPitch] = to_half(x * since_half);
         }
       }
       const Column raw_k(shared.raw_k + column, K);
-      float until = 1;
+      half* const earlier = &shared.earlier_k[L::kGather ? 0 : 8 * m * L::kKeyPitch + channel];
+      float until = 1, until_half = 1;
 #pragma unroll
       for (int t = kBlock - 1; t >= 0; --t) {
-        k[t * L::kKeyPitch] = to_half(raw_k[t] * until);
+        const float x = raw_k[t];
+        k[t * L::kKeyPitch] = to_half(x * until);
         until *= decay[t];
+        if (L::kGather || t >= 8) continue;
+        earlier[t * L::kKeyPitch] = to_half(x * until_half);
+        until_half *= decay[t];
       }
       shared.whole[i] = until;
     }
@@ -297,18 +307,18 @@ struct Preparer {
     }
   }
 
-  // Per key: columns s and 15 - s of P of chunk m, 17 numbers together, by one warp. A column's key
-  // is decayed on from token to token while the queries meet it; a lane has K / 32 channels.
-  __device__ void columns(int m, int s) const {
+  // Per key, P on its diagonal: columns s and 7 - s of the block of 8 tokens from `first` on, nine
+  // numbers together, by one warp. A column's key is decayed on from token to token while the
+  // queries meet it; a lane has K / 32 channels.
+  __device__ void columns(int first, int s) const {
     constexpr int kPer = Channels<K>::kPer;
-    const int lane = threadIdx.x % 32, turn = kBlock - s;  // steps of the first column
-    const int first = m * kBlock;
+    const int lane = threadIdx.x % 32, turn = 8 - s;  // steps of the first column
     Channels<K> key, other;
     key.load(&shared.raw_k[(first + s) * K]);
     other.load(&shared.raw_k[(first + turn - 1) * K]);
-    float sums[kBlock], last = 0;
+    float sums[8], last = 0;
 #pragma unroll
-    for (int n = 0; n <= kBlock; ++n) {
+    for (int n = 0; n <= 8; ++n) {
       const int t = first + (n < turn ? s + n : n - 1);
       Channels<K> q, decay;
       q.load(&shared.raw_q[t * K]);
@@ -319,27 +329,46 @@ struct Preparer {
         if (n > 0) key.x[i] = n == turn ? other.x[i] : key.x[i] * decay.x[i];
         sum += q.x[i] * key.x[i];
       }
-      if (n < kBlock) {
+      if (n < 8) {
         sums[n] = sum;
       } else {
         last = sum;
       }
     }
-    float all = scatter_sums(sums);  // lane n: the n-th, of 16 lanes
-    all += __shfl_xor_sync(0xffffffffu, all, 16);
+    const float all = sum_over_groups<8>(scatter_sums(sums));  // lane n: the n-th, of 8 lanes
     last = sum_over_lanes(last);
-    if (lane > kBlock) return;
+    if (lane > 8) return;
     const int t = lane < turn ? s + lane : lane - 1, column = lane < turn ? s : turn - 1;
-    shared.p[0][(first + t) * L::kBlockPitch + column] =
-        to_half(op.scale * (lane < kBlock ? all : last));
+    shared.p[0][(first + t) * L::kBlockPitch + first % kBlock + column] =
+        to_half(op.scale * (lane < 8 ? all : last));
   }
-  __device__ void all_columns() const {
-    constexpr int kWarpsOfChunk = 8 / kBlocks;
-    const int warp = threadIdx.x / 32;
-#pragma unroll 1
-    for (int s = warp % kWarpsOfChunk; s < kBlock / 2; s += kWarpsOfChunk) {
-      columns(warp / kWarpsOfChunk, s);
+  // And below it: the later half's queries meet the earlier half's keys, of both chunks by one
+  // warp; products of one chunk with the other are left alone.
+  __device__ void below_diagonal() const {
+    static_assert(kBlocks == 2 && kBlock == 16);
+    float sums[2][4] = {};
+    const uint32_t asked = rows_of_a(shared.later_q, L::kKeyPitch);
+    const uint32_t keys = rows_of_b(shared.earlier_k, L::kKeyPitch);
+#pragma unroll
+    for (int i = 0; i < K / 16; ++i) {
+      uint32_t q[4], k[4];
+      load_matrices(q, asked + 32 * i);
+      load_matrices(k, keys + 32 * i);
+      multiply(sums[0], q, k[0], k[1]);
+      multiply(sums[1], q, k[2], k[3]);
     }
+    const int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m) {
+      *reinterpret_cast<uint32_t*>(&shared.p[0][(m * kBlock + 8 + g) * L::kBlockPitch + p]) =
+          pack(sums[m][2 * m], sums[m][2 * m + 1]);
+    }
+  }
+  __device__ void all_products() const {
+    const int warp = threadIdx.x / 32;
+    if (warp == 7) below_diagonal();
+#pragma unroll 1
+    for (int i = warp; i < kTokens / 8 * 4; i += 8) columns(i / 4 * 8, i % 4);
   }
 };
 

@@ -34,7 +34,8 @@ struct Adder {
   const char* name;
   OuterStep::Decay decay;
   int32_t heads, key_heads, key_dim, value_dim;
-  bool scaled = false;  // values times a number each, and a skip: Mamba-2
+  bool scaled = false;   // values times a number each, and a skip: Mamba-2
+  int32_t decoding = 0;  // rows of one token in the same step
 };
 
 // RWKV-7's recurrence, likewise.
@@ -74,9 +75,7 @@ class PrefillBench {
   }
   // Products counted are those of the pairs that see each other.
   void time(const Softmax& m, int32_t rows, int32_t tokens) {
-    if (!options_.only.empty() && std::string(m.name).find(options_.only) == std::string::npos) {
-      return;
-    }
+    if (!chosen(m.name)) return;
     at_ = 0;
     const int32_t keys = m.kv_heads * m.head_dim, queries = m.heads * m.head_dim;
     const Program program{attention(m, rows, tokens)};
@@ -124,8 +123,7 @@ class PrefillBench {
   // --only names one part of a name, or several with commas between.
   bool chosen(const std::string& name) const {
     std::istringstream parts(options_.only);
-    std::string part;
-    while (std::getline(parts, part, ',')) {
+    for (std::string part; std::getline(parts, part, ',');) {
       if (name.find(part) != std::string::npos) return true;
     }
     return options_.only.empty();
@@ -170,14 +168,16 @@ class PrefillBench {
   }
   float* vector(int64_t count) { return put(random_floats(size_t(count), 1.0f)); }
 
-  Rows rows_of(int32_t count, int32_t tokens) {
-    std::vector<int32_t> slot, first(size_t(count), 0), begin{0};
-    for (int32_t i = 0; i < count; ++i) {
+  // And behind them `decoding` rows of a token.
+  Rows rows_of(int32_t count, int32_t tokens, int32_t decoding = 0) {
+    std::vector<int32_t> slot, first, begin{0};
+    for (int32_t i = 0; i < count + decoding; ++i) {
       slot.push_back(i);
-      begin.push_back(begin.back() + tokens);
+      first.push_back(i < count ? 0 : 1);
+      begin.push_back(begin.back() + (i < count ? tokens : 1));
     }
-    return {.count = count, .tokens = begin.back(), .slot = put(slot), .first = put(first),
-            .begin = put(begin)};
+    return {.count = count + decoding, .tokens = begin.back(), .slot = put(slot),
+            .first = put(first), .begin = put(begin)};
   }
 
   Attention attention(const Softmax& m, int32_t count, int32_t tokens) {
@@ -237,18 +237,12 @@ class PrefillBench {
   }
 
   SwilaMix mix(const SwilaMixer& m, int32_t count, int32_t tokens, size_t* bytes) {
-    std::vector<int32_t> slot, first(size_t(count), 0), begin{0};
-    for (int32_t i = 0; i < count; ++i) {
-      slot.push_back(i);
-      begin.push_back(begin.back() + tokens);
-    }
+    const Rows rows = rows_of(count, tokens);
     constexpr int32_t J = 4, D = 64;
-    const int32_t T = begin.back(), C = m.heads * D, M = C * J;
+    const int32_t T = rows.tokens, C = m.heads * D, M = C * J;
     const int64_t state = int64_t(M) * D, mixed = m.temporal ? M : 0, history = 9 * int64_t(C);
-    SwilaMix op{.rows = {.count = count, .tokens = T, .slot = put(slot), .first = put(first),
-                         .begin = put(begin)},
-                .heads = m.heads, .mixtures = J, .dim = D, .q = acts(T, C), .k = acts(T, C),
-                .v = acts(T, C), .conv_width = 4, .conv_q = vector(4 * C),
+    SwilaMix op{.rows = rows, .heads = m.heads, .mixtures = J, .dim = D, .q = acts(T, C),
+                .k = acts(T, C), .v = acts(T, C), .conv_width = 4, .conv_q = vector(4 * C),
                 .conv_k = vector(4 * C), .conv_v = vector(4 * C), .key_router = acts(T, M),
                 .query_router = acts(T, M), .beta = acts(T, M), .norm_weight = vector(D),
                 .norm_eps = 1e-6f, .out = acts(T, C)};
@@ -276,7 +270,8 @@ class PrefillBench {
   }
 
   OuterStep mix(const Adder& m, int32_t count, int32_t tokens, size_t* bytes) {
-    const Rows rows = rows_of(count, tokens);
+    const Rows rows = rows_of(count, tokens, m.decoding);
+    count = rows.count;
     const int32_t T = rows.tokens, K = m.key_heads * m.key_dim, V = m.heads * m.value_dim;
     const int64_t state = int64_t(V) * m.key_dim;
     OuterStep op{.rows = rows, .heads = m.heads, .key_heads = m.key_heads,
@@ -351,6 +346,11 @@ void bench_vectors(PrefillBench& bench, const std::vector<int32_t>& batches) {
   for (const Adder& adder : adders) time(adder);
   for (const Adder& adder : adders) {  // one long prompt
     if (!bench.cpu()) bench.time(adder, 1, 32768);
+  }
+  for (Adder adder : {Adder{"linear attention among 128", By::None, 16, 16, 128, 128},
+                      {"GLA among 128", By::PerKey, 4, 4, 256, 512}}) {
+    adder.decoding = 128;
+    for (const int32_t tokens : {512, 2048}) bench.time(adder, 1, bench.cpu() ? 64 : tokens);
   }
   time(Eraser{"RWKV-7 32x64x64", 32, 64, 64});
   time(Convolution{"conv1d 4352 channels", 4352});

@@ -27,42 +27,64 @@ std::vector<OuterCase> kinds() {
           {.name = "slot attention's keys", .decay = Decay::PerValue}};
 }
 
-TEST_F(CudaOuterPrefill, EveryDecay) {
-  for (const OuterCase& c : kinds()) check(c);
+class CudaOuterKind : public CudaOuterPrefill, public testing::WithParamInterface<size_t> {
+ protected:
+  static OuterCase kind() { return kinds()[GetParam()]; }
+  static OuterCase small() {
+    OuterCase c = kind();
+    c.heads = c.key_heads = c.value_heads = c.query_heads = 1;
+    c.key_dim = c.value_dim = 64;
+    return c;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Kinds, CudaOuterKind, testing::Range(size_t(0), kinds().size()));
+
+TEST_P(CudaOuterKind, AmongDecodingRows) { check(kind()); }
+
+// Few prompts among many rows that decode are looked for by the blocks: the first and the last row
+// of all, neighbours, and more than the lanes of a warp apart.
+TEST_P(CudaOuterKind, FewPromptsAmongManyDecodingRows) {
+  std::vector<int32_t> lengths(101, 1);
+  for (const auto& [row, length] : {std::pair{0, 150}, {1, 33}, {30, 0}, {31, 32}, {32, 64},
+                                    {70, 600}, {100, 40}}) {
+    lengths[size_t(row)] = length;
+  }
+  check(small(), lengths);
+  std::vector<int32_t> one(101, 1);
+  one[99] = 70;
+  check(small(), one);
 }
 
 // What a wrong tail, or a wrong token at the edge of a chunk or tile, breaks.
-TEST_F(CudaOuterPrefill, EveryLength) {
+TEST_P(CudaOuterKind, EveryLength) {
   std::vector<int32_t> lengths;
   for (int32_t length = 1; length <= 130; ++length) lengths.push_back(length);
-  for (OuterCase c : kinds()) {
-    c.heads = c.key_heads = c.value_heads = c.query_heads = 1;
-    c.key_dim = c.value_dim = 64;
-    check(c, lengths);
-  }
+  check(small(), lengths);
 }
 
 // Heads cut into slices of 16, 32, 64 and 128 values: the fewer rows, the thinner.
-TEST_F(CudaOuterPrefill, EverySizeAndSlice) {
-  for (const int32_t rows : {1, 10, 30}) {
-    std::vector<int32_t> lengths;
-    for (int32_t i = 0; i < rows; ++i) lengths.push_back(34 + i * 29 % 70);
-    std::vector<std::pair<int32_t, int32_t>> sizes = {{64, 64}, {64, 128}, {128, 128},
-                                                      {128, 48}};
-    if (rows == 1) sizes.insert(sizes.end(), {{128, 64}, {256, 128}, {256, 512}});
-    if (rows == 30) sizes = {{64, 128}, {128, 64}, {256, 128}};
-    for (const auto& [K, V] : sizes) {
-      for (const Decay decay : {Decay::PerHead, Decay::PerKey, Decay::PerValue}) {
-        check({.name = std::to_string(K) + "x" + std::to_string(V), .key_dim = K, .value_dim = V,
-               .decay = decay},
-              lengths);
-      }
-    }
-    for (const int32_t K : {64, 128, 256}) {
-      check({.name = "normalised, " + std::to_string(K) + " keys", .key_dim = K, .value_dim = 64,
-             .normalise = true},
+class CudaOuterSlices : public CudaOuterPrefill, public testing::WithParamInterface<int32_t> {};
+INSTANTIATE_TEST_SUITE_P(Rows, CudaOuterSlices, testing::Values(1, 10, 30));
+
+TEST_P(CudaOuterSlices, EverySizeAndSlice) {
+  const int32_t rows = GetParam();
+  std::vector<int32_t> lengths;
+  for (int32_t i = 0; i < rows; ++i) lengths.push_back(34 + i * 29 % 70);
+  std::vector<std::pair<int32_t, int32_t>> sizes = {{64, 64}, {64, 128}, {128, 128},
+                                                    {128, 48}};
+  if (rows == 1) sizes.insert(sizes.end(), {{128, 64}, {256, 128}, {256, 512}});
+  if (rows == 30) sizes = {{64, 128}, {128, 64}, {256, 128}};
+  for (const auto& [K, V] : sizes) {
+    for (const Decay decay : {Decay::PerHead, Decay::PerKey, Decay::PerValue}) {
+      check({.name = std::to_string(K) + "x" + std::to_string(V), .key_dim = K, .value_dim = V,
+             .decay = decay},
             lengths);
     }
+  }
+  for (const int32_t K : {64, 128, 256}) {
+    check({.name = "normalised, " + std::to_string(K) + " keys", .key_dim = K, .value_dim = 64,
+           .normalise = true},
+          lengths);
   }
 }
 
@@ -97,28 +119,25 @@ TEST_F(CudaOuterPrefill, StrongDecaysStayFiniteAndRight) {
 }
 
 // Long memories: what is wrong in a state shows in all that follows.
-TEST_F(CudaOuterPrefill, LongRows) {
-  for (OuterCase c : kinds()) {
-    c.heads = c.key_heads = c.value_heads = c.query_heads = 1;
-    c.log_decay = -0.001f;
-    check(c, {2048, 1000});
-  }
+TEST_P(CudaOuterKind, LongRows) {
+  OuterCase c = kind();
+  c.heads = c.key_heads = c.value_heads = c.query_heads = 1;
+  c.log_decay = -0.001f;
+  check(c, {2048, 1000});
 }
 
 // Few heads: rows are cut into segments. What a wrong edge of one, or a wrong start, breaks: rows
 // of one segment among rows of many, last segments of one token, one tile, and full ones.
-TEST_F(CudaOuterPrefill, RowsCutIntoSegments) {
-  for (OuterCase c : kinds()) {
-    for (const std::vector<int32_t>& lengths :
-         {std::vector<int32_t>{512}, {513, 1, 0, 1}, {544, 33}, {1025, 40, 1, 200, 700},
-          {767, 768}}) {
-      check(c, lengths);
-    }
-    c.heads = c.key_heads = c.value_heads = c.query_heads = 1;
-    c.key_dim = 64;
-    c.value_dim = 64;
-    check(c, {1024, 1, 600});
+TEST_P(CudaOuterKind, RowsCutIntoSegments) {
+  for (const std::vector<int32_t>& lengths :
+       {std::vector<int32_t>{512}, {513, 1, 0, 1}, {544, 33}, {1025, 40, 1, 200, 700},
+        {767, 768}}) {
+    check(kind(), lengths);
   }
+  check(small(), {1024, 1, 600});
+}
+
+TEST_F(CudaOuterPrefill, SlicesAndPairsOfHeadsCutIntoSegments) {
   check({.name = "256 keys, two slices", .key_dim = 256, .value_dim = 256, .decay = Decay::PerKey},
         {1500, 1, 100});
   check({.name = "Mamba-2, pairs of heads", .heads = 4, .key_heads = 1, .value_heads = 4,
@@ -128,23 +147,19 @@ TEST_F(CudaOuterPrefill, RowsCutIntoSegments) {
 }
 
 // The longest prompts, whose states have decayed long ago or hold everything.
-TEST_F(CudaOuterPrefill, PromptsOf32768) {
-  for (OuterCase c : kinds()) {
-    c.heads = c.key_heads = c.value_heads = c.query_heads = 1;
-    c.key_dim = c.value_dim = 64;
-    c.log_decay = -0.0001f;
-    check(c, {32768 + 17});
-  }
+TEST_P(CudaOuterKind, PromptsOf32768) {
+  OuterCase c = small();
+  c.log_decay = -0.0001f;
+  check(c, {32768 + 17});
 }
 
 // States beyond what a half can hold.
-TEST_F(CudaOuterPrefill, LargeStates) {
-  for (OuterCase c : kinds()) {
-    c.heads = c.key_heads = c.value_heads = c.query_heads = 1;
-    c.log_decay = -0.001f;
-    c.value = 700;
-    check(c, {2048, 1000});
-  }
+TEST_P(CudaOuterKind, LargeStates) {
+  OuterCase c = kind();
+  c.heads = c.key_heads = c.value_heads = c.query_heads = 1;
+  c.log_decay = -0.001f;
+  c.value = 700;
+  check(c, {2048, 1000});
 }
 
 }  // namespace
