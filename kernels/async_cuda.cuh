@@ -115,6 +115,10 @@ __device__ inline void copy_pair(float* shared, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(from)
                : "memory");
 }
+__device__ inline void copy_one(float* shared, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(from)
+               : "memory");
+}
 __device__ inline void copy_16_bytes(void* shared, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(from)
                : "memory");

@@ -208,6 +208,23 @@ void bench_outer(OpBench& bench, const OuterKind& kind, int32_t batch) {
   bench.time(kind.name, batch, program);
 }
 
+// RWKV-7: a decay a channel, directions of their own to read and erase along.
+void bench_erase(OpBench& bench, int32_t batch) {
+  constexpr int32_t kHeads = 32, kDim = 64;
+  constexpr int64_t kKeys = kHeads * kDim, kState = kKeys * kDim;
+  const int64_t copies = std::clamp<int64_t>(bench.pool_floats() / (kState * batch), 1, 128);
+  const auto acts = [&](float size = 0.1f) { return bench.acts(batch, kKeys, size); };
+  EraseStep op{.rows = bench.rows(batch, 100), .heads = kHeads, .key_dim = kDim, .value_dim = kDim,
+               .decay = Decay::PerChannel, .decayed_read = false, .q = acts(), .k = acts(),
+               .p = acts(), .e = acts(), .v = acts(), .log_decay = acts(0.01f), .beta_scale = 0.01f,
+               .bonus = acts().data, .out = acts(), .bonus_out = acts()};
+  Program program(size_t(copies), op);
+  for (int64_t i = 0; i < copies; ++i) {
+    std::get<EraseStep>(program[size_t(i)]).state = bench.layer(i, batch, kState);
+  }
+  bench.time("erase_step RWKV-7 32x64x64", batch, program);
+}
+
 void bench_linear(OpBench& bench, const char* name, int32_t in, std::vector<int32_t> rows,
                   int32_t tokens) {
   if (!bench.wanted(name)) return;
@@ -350,6 +367,7 @@ void bench_all(OpBench& bench) {
           {"outer_step normalised 16x128x128", 16, 16, 128, 128, By::None, true}}) {
       bench_outer(bench, kind, batch);
     }
+    if (bench.wanted("erase_step RWKV-7")) bench_erase(bench, batch);
     for (const SoftmaxKind& kind : {SoftmaxKind{"softmax 32x64", 32, 32, 64},
                                     {"softmax 16x128", 16, 16, 128},
                                     {"softmax 16 (4 kv) x128", 16, 4, 128},
@@ -357,9 +375,8 @@ void bench_all(OpBench& bench) {
       bench_softmax(bench, kind, batch);
     }
   }
-  const std::vector<int32_t> tokens = bench.cpu()
-                                          ? std::vector<int32_t>{1, 8}
-                                          : std::vector<int32_t>{1, 4, 8, 16, 32, 64, 95, 128, 512};
+  std::vector<int32_t> tokens = {1, 4, 8, 16, 32, 64, 95, 128, 512};
+  if (bench.cpu()) tokens = {1, 8};
   for (const int32_t count : tokens) {
     bench_linear(bench, "linear in-projection 2048 -> 8224", 2048,
                  {2048, 2048, 2048, 16, 16, 2048}, count);

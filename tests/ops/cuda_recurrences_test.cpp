@@ -117,13 +117,14 @@ Program erase_program(Side& side, const EraseCase& c, const Steps& steps) {
     op.e = side.acts(T, c.updates * keys, scale);
   }
   const int64_t decays = c.decay == Decay::PerHead ? heads : keys;
-  std::vector<float> log_decay = side.normal(size_t(T * (decays + 3)));
+  std::vector<float> log_decay = side.normal(size_t(T * (decays + 4)));
   for (float& g : log_decay) g = -std::fabs(g) / 2;
-  op.log_decay = {side.put(log_decay), decays + 3};
+  op.log_decay = {side.put(log_decay), decays + 4};
   if (c.beta) op.beta = side.acts(T, c.updates * heads);
   const int64_t state = int64_t(values) * c.key_dim, stride = state + 32;
-  op.state = {side.floats(size_t(kSlots * stride), 0.3f), stride};
-  side.compare(op.state.data, size_t(kSlots * stride), "slots");
+  const auto slots = size_t(std::max(kSlots, steps.slots()) * stride);
+  op.state = {side.floats(slots, 0.3f), stride};
+  side.compare(op.state.data, slots, "slots");
   if (c.bonus) {
     op.bonus = side.floats(size_t(keys));
     op.bonus_out = side.out(T, values, "bonus");
@@ -132,20 +133,48 @@ Program erase_program(Side& side, const EraseCase& c, const Steps& steps) {
   return {op};
 }
 
-TEST_F(CudaTest, EraseStepOfEveryKindAndSize) {
-  std::vector<EraseCase> cases;
-  for (const auto& [K, V] :
-       {std::pair{32, 40}, {64, 64}, {128, 128}, {256, 24}, {20, 12}, {7, 5}}) {
-    const std::string size = std::to_string(K) + "x" + std::to_string(V);
-    cases.push_back({.name = "Gated DeltaProduct " + size, .key_dim = K, .value_dim = V,
-                     .updates = 3, .decay = Decay::PerHead});
-    cases.push_back({.name = "RWKV-7 " + size, .key_dim = K, .value_dim = V,
-                     .decayed_read = false, .directions = true, .beta = false, .bonus = true});
-    cases.push_back({.name = "Comba " + size, .key_dim = K, .value_dim = V,
-                     .decay = Decay::PerHead, .decayed_read = false, .directions = true});
-    cases.push_back({.name = "no decay " + size, .key_dim = K, .value_dim = V, .updates = 2,
-                     .decay = Decay::None});
+class CudaErase : public CudaTest,
+                  public testing::WithParamInterface<std::pair<int32_t, int32_t>> {
+ protected:
+  static std::string size() {
+    return std::to_string(GetParam().first) + "x" + std::to_string(GetParam().second);
   }
+};
+INSTANTIATE_TEST_SUITE_P(Sizes, CudaErase,
+                         testing::Values(std::pair{32, 40}, std::pair{64, 64}, std::pair{128, 128},
+                                         std::pair{256, 24}, std::pair{20, 12}, std::pair{7, 5}));
+
+// The more rows there are, the more values a thread takes: all three numbers of them, with rows
+// that end inside what is fetched together, and at its end.
+TEST_P(CudaErase, ManyRows) {
+  const auto [K, V] = GetParam();
+  for (const int32_t rows : {1, 6, 20, 40}) {
+    std::vector<int32_t> lengths;
+    for (int32_t i = 0; i < rows; ++i) lengths.push_back(i % 7 == 3 ? 0 : 1 + i * 5 % 17);
+    lengths.front() = 24;
+    const std::string name = size() + ", " + std::to_string(rows) + " rows";
+    for (const EraseCase& c :
+         {EraseCase{.name = "Gated DeltaProduct " + name, .key_dim = K, .value_dim = V,
+                    .updates = 3, .decay = Decay::PerHead},
+          EraseCase{.name = "RWKV-7 " + name, .key_dim = K, .value_dim = V,
+                    .decayed_read = false, .directions = true, .beta = false, .bonus = true}}) {
+      same("erase_step, " + c.name, 1e-5,
+           [&](Side& side) { return erase_program(side, c, rows_of(lengths)); });
+    }
+  }
+}
+
+TEST_P(CudaErase, EveryKind) {
+  const auto [K, V] = GetParam();
+  const std::vector<EraseCase> cases = {
+      {.name = "Gated DeltaProduct " + size(), .key_dim = K, .value_dim = V, .updates = 3,
+       .decay = Decay::PerHead},
+      {.name = "RWKV-7 " + size(), .key_dim = K, .value_dim = V, .decayed_read = false,
+       .directions = true, .beta = false, .bonus = true},
+      {.name = "Comba " + size(), .key_dim = K, .value_dim = V, .decay = Decay::PerHead,
+       .decayed_read = false, .directions = true},
+      {.name = "no decay " + size(), .key_dim = K, .value_dim = V, .updates = 2,
+       .decay = Decay::None}};
   for (const EraseCase& c : cases) {
     const auto make = [&c](const Steps& steps) {
       return [&c, &steps](Side& side) { return erase_program(side, c, steps); };
@@ -153,6 +182,7 @@ TEST_F(CudaTest, EraseStepOfEveryKindAndSize) {
     same("erase_step decode, " + c.name, 2e-6, make(kDecode));
     same("erase_step ragged, " + c.name, 1e-5, make(kRagged));
     same("erase_step uneven, " + c.name, 1e-5, make(kUneven));
+    same("erase_step prompts, " + c.name, 1e-5, make(kPrompts));
   }
 }
 
