@@ -102,7 +102,7 @@ __device__ void describe_phases(const Table& table, uint32_t launch, Shared& sha
   for (int p = 0; p < table.phases + 2; ++p) {
     describe(table, p, counts, shift, shared);
     // The first two are there; or as end_phase() of phase p - 2.
-    if (p > 0) barrier_among<kDescribed>(kComputing + 32);
+    if (p > 0) end_phase();
   }
 }
 
@@ -123,7 +123,7 @@ __device__ void compute(const Table& table, Meeting& meeting, uint32_t launch) {
   const Shared& shared = shared_memory();
   const int dirty = meeting.used[(launch + 1) % 2];
   Walk walk;
-  barrier_among<kDescribed>(kComputing + 32);
+  end_phase();  // the first description is there
   for (int p = 0; p < table.phases; ++p) {
     const Phase& phase = phase_of(p % 3);
     const Table::Kind kind = shared.kind[p % 3];
@@ -144,6 +144,19 @@ __device__ void compute(const Table& table, Meeting& meeting, uint32_t launch) {
   }
 }
 
+__device__ void store_phases(const Table& table, int o) {
+  const Shared& shared = shared_memory();
+  Walk walk;
+  end_phase();
+  for (int p = 0; p < table.phases; ++p) {
+    const Phase& phase = phase_of(p % 3);
+    const Table::Kind kind = shared.kind[p % 3];
+    if (kind == Table::Kind::Linear) store_all(phase.linear, walk, o);
+    if (kind == Table::Kind::Narrow) walk.tiles += phase.narrow.tiles;
+    end_phase();
+  }
+}
+
 __global__ __launch_bounds__(kThreads, 1) void resident_kernel(const Table* __restrict__ table,
                                                                 Meeting* meeting) {
   Shared& shared = shared_memory();
@@ -159,8 +172,10 @@ __global__ __launch_bounds__(kThreads, 1) void resident_kernel(const Table* __re
   if (threadIdx.x >= kComputing) {
     if (threadIdx.x < kComputing + 32) {
       copy_weights(*table);
-    } else {
+    } else if (threadIdx.x < kComputing + 64) {
       describe_phases(*table, launch, shared);
+    } else {
+      store_phases(*table, int(threadIdx.x) - kComputing - 64);
     }
     return;
   }

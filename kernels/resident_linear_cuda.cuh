@@ -274,81 +274,13 @@ struct Sums {
   }
 };
 
-__device__ inline float bias_of(const LinearPhase& l, int row) {
-#pragma unroll 1
-  for (int s = 0; s < kSlabs; ++s) {
-    if (row < l.slab[s].rows) return l.slab[s].bias == nullptr ? 0.0f : l.slab[s].bias[row];
-    row -= l.slab[s].rows;
-  }
-  return 0;
-}
-
-// A thread's output of a batch of tiles; batches go round the pairs of warps.
-struct Output {
-  int place = -1;           // its token and its row; -1: none
-  float bias = 0, old = 0;  // what is added: asked for before the products are there
-
-  // Among the batch's.
-  __device__ static int number(Me me, int batch) {
-    return me.thread - batch * kBatchOutputs % kComputing;
-  }
-  __device__ Output(const LinearPhase& l, Me me, int first, int batch) {
-    const int o = number(me, batch);
-    if (o < 0 || o >= kBatchOutputs) return;
-    const int tile = first + o / kOutputs * int(gridDim.x), token = o / kTileRows % kTokensMost;
-    const int row = row_of_tile(l, tile, o % kTileRows);
-    if (tile >= tiles_of(l) || token >= l.tokens || row >= l.rows) return;
-    place = row * kTokensMost + token;
-    if (l.biased) bias = bias_of(l, row);
-    if (l.base != nullptr) old = look(base(l));
-  }
-  __device__ int token() const { return place % kTokensMost; }
-  __device__ int row() const { return place / kTokensMost; }
-  __device__ const float* base(const LinearPhase& l) const {
-    return l.base + int64_t(token()) * l.base_stride + row();
-  }
-  __device__ float before(const LinearPhase& l) const {
-    const bool missing = place >= 0 && l.base_left && !written(old);
-    return bias + (missing ? await(base(l)) : old);
-  }
-};
-
-// Adds the warps' sums of a batch of tiles and stores what becomes of them. Sums of a tile:
-// [token][row].
-__device__ inline void store_tiles(const LinearPhase& l, const float* sums, const Output& out,
-                                   int o) {
-  barrier_among<kAll>(kComputing);  // every warp's sums are there
-  if (o < 0 || o >= kBatchOutputs) return;
-  const float* from = sums + o;
-  float even = 0, odd = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; w += 2) {
-    even += from[w * kBatchOutputs];
-    odd += from[(w + 1) * kBatchOutputs];
-  }
-  float value = out.before(l) + (even + odd);
-  const int row = out.row();
-  if (row >= l.activated && row < l.activated_end) {
-    const float open = quick_sigmoid(value);
-    value = l.activation == Activation::Silu ? value * open : open;
-  }
-  if (l.paired) {
-    const float up = __shfl_xor_sync(0xffffffffu, value, 4);
-    value = value * quick_sigmoid(value) * up;
-  }
-  if (out.place < 0 || (l.paired && o % kTileRows >= 4)) return;
-  if (l.left != nullptr) leave(l.left + out.token() * l.left_stride + row, value);
-  if (l.y != nullptr) l.y[int64_t(out.token()) * l.y_stride + row] = value;
-}
-
-// x of several stages is read again for each batch. `out`: of the first one.
-__device__ inline void multiply_all(const LinearPhase& l, Walk& walk, Columns& x, bool whole,
-                                    Output out) {
+// x of several stages is read again for each batch.
+__device__ inline void multiply_all(const LinearPhase& l, Walk& walk, Columns& x, bool whole) {
   const int tiles = tiles_of(l), in = l.in, blocks = gridDim.x, warp = x.me.warp();
   const Weights weights(x.me);
   int batch = 0;
 #pragma unroll 1
-  for (int tile = walk.first_tile(); tile < tiles;) {
+  for (int tile = walk.first_tile(); tile < tiles; tile += kBatch * blocks, ++batch) {
     const bool two = tile + blocks < tiles;
     Sums first, second;
 #pragma unroll 1
@@ -358,26 +290,25 @@ __device__ inline void multiply_all(const LinearPhase& l, Walk& walk, Columns& x
       first.add(weights, walk, x, runs);
       if (two) second.add(weights, walk, x, runs);
     }
-    float* const sums = shared_memory().sums[batch % 2];
-    first.leave_in(sums + warp * kBatchOutputs, x.me);
-    second.leave_in(sums + warp * kBatchOutputs + kOutputs, x.me);
-    store_tiles(l, sums, out, Output::number(x.me, batch));
-    tile += kBatch * blocks;
-    ++batch;
-    if (tile < tiles) out = Output(l, x.me, tile, batch);
+    if (batch >= 2) sums_wait(kSumsRead + batch % 2);
+    float* const sums = shared_memory().sums[batch % 2] + warp * kBatchOutputs;
+    first.leave_in(sums, x.me);
+    second.leave_in(sums + kOutputs, x.me);
+    sums_arrive(kSumsThere + batch % 2);
   }
   walk.tiles += tiles;
 }
 
 __device__ inline void run_linear(const LinearPhase& l, Walk& walk) {
   const bool whole = l.in <= kStageColumns;  // x of a token is one stage's
-  const Me me = find_me();
-  const Output out(l, me, walk.first_tile(), 0);
+  const int tile = walk.first_tile(), next = tile + kBatch * int(gridDim.x);
+  Columns x{.me = find_me()};
+  int stages = (l.in + kStageColumns - 1) / kStageColumns;
+  if (!whole && next < tiles_of(l)) stages = 1 << 16;  // of as many batches as come
+  x.ask_first(l, l.tokens * stages);
   const bool late = walk.late;
-  const Late history = late ? shared_memory().late[me.thread] : Late{};
+  const Late history = late ? shared_memory().late[x.me.thread] : Late{};
   walk.late = false;
-  Columns x{.me = me};
-  x.ask_first(l, whole ? l.tokens : l.tokens << 16);
   if (l.group > 0) {
     x.load_normed(l);
     // The block has seen every answer of the mixer before: no block reads the history again.
@@ -385,7 +316,65 @@ __device__ inline void run_linear(const LinearPhase& l, Walk& walk) {
   } else if (whole) {
     x.load(l, true);
   }
-  multiply_all(l, walk, x, whole, out);
+  multiply_all(l, walk, x, whole);
+}
+
+// --- the storing warps --------------------------------------------------------------------------
+
+__device__ inline float bias_of(const LinearPhase& l, int row) {
+#pragma unroll 1
+  for (int s = 0; s < kSlabs; ++s) {
+    if (row < l.slab[s].rows) return l.slab[s].bias == nullptr ? 0.0f : l.slab[s].bias[row];
+    row -= l.slab[s].rows;
+  }
+  return 0;
+}
+
+// Adds the warps' sums of output `o` of a batch of tiles, of [token][row] each, and stores what
+// becomes of them.
+__device__ inline void store_batch(const LinearPhase& l, int first, int batch, bool again, int o) {
+  const int tile = first + o / kOutputs * int(gridDim.x), token = o / kTileRows % kTokensMost;
+  const int row = row_of_tile(l, tile, o % kTileRows);
+  const bool valid = tile < tiles_of(l) && token < l.tokens && row < l.rows;
+  const float* const base = l.base + int64_t(token) * l.base_stride + row;
+  float before = 0, bias = 0;  // asked for before the products are there
+  if (valid && l.base != nullptr) before = look(base);
+  if (valid && l.biased) bias = bias_of(l, row);
+  sums_wait(kSumsThere + batch % 2);
+  const float* const from = shared_memory().sums[batch % 2] + o;
+  float even = 0, odd = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; w += 2) {
+    even += from[w * kBatchOutputs];
+    odd += from[(w + 1) * kBatchOutputs];
+  }
+  if (valid && l.base_left && !written(before)) before = await(base);
+  float value = before + bias + (even + odd);
+  if (row >= l.activated && row < l.activated_end) {
+    const float open = quick_sigmoid(value);
+    value = l.activation == Activation::Silu ? value * open : open;
+  }
+  __syncwarp();
+  if (l.paired) {
+    const float up = __shfl_xor_sync(0xffffffffu, value, 4);
+    value = value * quick_sigmoid(value) * up;
+  }
+  if (valid && !(l.paired && o % kTileRows >= 4)) {
+    if (l.left != nullptr) leave(l.left + token * l.left_stride + row, value);
+    if (l.y != nullptr) l.y[int64_t(token) * l.y_stride + row] = value;
+  }
+  __syncwarp();
+  if (again) sums_arrive(kSumsRead + batch % 2);
+}
+
+__device__ inline void store_all(const LinearPhase& l, Walk& walk, int o) {
+  const int tiles = tiles_of(l), step = kBatch * int(gridDim.x);
+  int batch = 0;
+#pragma unroll 1
+  for (int tile = walk.first_tile(); tile < tiles; tile += step, ++batch) {
+    store_batch(l, tile, batch, tile + 2 * step < tiles, o);
+  }
+  walk.tiles += tiles;
 }
 
 }  // namespace weir::cuda::resident

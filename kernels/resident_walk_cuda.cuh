@@ -5,8 +5,8 @@
 // What all warps of the resident kernel share: its room, and how its blocks go from phase to phase.
 namespace weir::cuda::resident {
 
-// The computing warps, one that copies and one that reads the phases' descriptions.
-constexpr int kComputing = kWarps * 32, kThreads = kComputing + 64;
+// The computing warps, one that copies, one that reads the phases' descriptions, those that store.
+constexpr int kComputing = kWarps * 32;
 constexpr int kRun = 32;                                    // columns
 constexpr int kStageRuns = 4, kStageColumns = kStageRuns * kWarps * kRun;
 // More at one time would keep whatever else is read waiting behind them.
@@ -17,7 +17,10 @@ constexpr int kBatch = 2;                  // tiles whose sums are added up toge
 constexpr int kOutputs = kTileRows * kTokensMost, kBatchOutputs = kBatch * kOutputs;
 // A plane of x's halves; 64 more bytes, so that two planes share no banks.
 constexpr int kPlane = kStageColumns + 32;
-constexpr int kAll = 1, kDescribed = 2;     // named barriers: the computing warps; and one more
+constexpr int kStoring = kBatchOutputs, kThreads = kComputing + 64 + kStoring;
+// Named barriers: the computing warps; all but the copying one; sums are there, and have been read,
+// of even batches and, one further, of odd ones.
+constexpr int kAll = 1, kDescribed = 2, kSumsThere = 3, kSumsRead = 5;
 
 // Where a block is in the step.
 struct Walk {
@@ -188,8 +191,16 @@ __device__ inline void make_unwritten(Meeting& meeting, uint32_t launch, int cou
   }
 }
 
-// All computing warps are done with the phase's description.
-__device__ inline void end_phase() { barrier_among<kDescribed>(kComputing + 32); }
+// All warps are done with the phase's description, the describing one with a later one.
+__device__ inline void end_phase() { barrier_among<kDescribed>(kComputing + 32 + kStoring); }
+
+// Between those that compute a batch's sums and those that store them.
+__device__ inline void sums_wait(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kComputing + kStoring) : "memory");
+}
+__device__ inline void sums_arrive(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kComputing + kStoring) : "memory");
+}
 
 __device__ inline float quick_sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
