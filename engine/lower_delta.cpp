@@ -134,6 +134,7 @@ void lower(const DeltaMixer& m, const DeltaWeights& w, LayerContext& layer) {
   }
   lower_value_route(m, layer, mix);
   mix.out = layer.workspace.take(layer.rows.tokens, int64_t(m.value_heads) * m.value_dim);
+  mix.read_once = true;
   layer.program.push_back(mix);
   lower_residual(layer, w.o, mix.out);
 }

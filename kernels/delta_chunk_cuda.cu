@@ -50,6 +50,24 @@ __global__ __launch_bounds__(256) void finish_rows_kernel(const __grid_constant_
 }
 
 
+// The answers of rows of few tokens, which steps have left in op.out.
+__global__ __launch_bounds__(256) void round_rows_kernel(const __grid_constant__ DeltaMix op,
+                                                         __nv_bfloat16* to) {
+  const int row = blockIdx.x;
+  let_successor_start();
+  wait_for_predecessor();
+  const int begin = op.rows.begin[row], count = op.rows.begin[row + 1] - begin;
+  if (op.rows.slot[row] == kPadding || count > kStepTokensMost) return;
+  const int dim = op.value_heads * op.value_dim;
+  for (int i = threadIdx.x; i < count * (dim / 2); i += blockDim.x) {
+    const int64_t token = begin + i / (dim / 2);
+    const int column = i % (dim / 2) * 2;
+    const float2 pair = *reinterpret_cast<const float2*>(at(op.out, token) + column);
+    *reinterpret_cast<__nv_bfloat162*>(to + token * dim + column) =
+        __floats2bfloat162_rn(pair.x, pair.y);
+  }
+}
+
 // Whether one kernel can take the whole of long rows.
 bool rows_at_once(const DeltaMix& op, const Context& context) {
   return context.hopper.encode_map != nullptr && op.key_dim == 128 && op.value_dim % 128 == 0;
@@ -132,11 +150,12 @@ bool served(const DeltaMix& op, const Context& context) {
 }  // namespace
 }  // namespace chunk
 
-bool run_chunks(const DeltaMix& op, Context& context) {
-  if (!chunk::served(op, context)) return false;
+Chunks run_chunks(const DeltaMix& op, Context& context) {
+  if (!chunk::served(op, context)) return {};
+  Chunks chunks{.run = true};
   const int slice = chunk::slice_of(op, context);
   if (slice == 128) {
-    chunk::start_rows(op, context);
+    chunks.rounded = chunk::start_rows(op, context);
   } else {
     const bool channel = op.decay == Decay::PerChannel || op.erase.data != nullptr;
     const auto starts =
@@ -149,7 +168,12 @@ bool run_chunks(const DeltaMix& op, Context& context) {
   launch(context,
          {.grid = dim3(std::clamp<int64_t>(work, 8, most), op.rows.count), .block = dim3(256)},
          chunk::finish_rows_kernel, op, norm);
-  return true;
+  return chunks;
+}
+
+void round_short_rows(const DeltaMix& op, __nv_bfloat16* to, Context& context) {
+  launch(context, {.grid = dim3(op.rows.count), .block = dim3(256)}, chunk::round_rows_kernel, op,
+         to);
 }
 
 }  // namespace weir::cuda

@@ -42,6 +42,12 @@ __device__ inline int panel_at(int t, int channel) {
   const int piece = channel % 64 / 8 ^ t % 8;
   return channel / 64 * (kTokens * 64) + t * 64 + piece * 8 + channel % 8;
 }
+// panel_at() of a few tokens from one on, as many as it is a multiple of.
+struct PanelRun {
+  int first;
+  __device__ PanelRun(int t, int channel) : first(panel_at(t, channel)) {}
+  __device__ int operator[](int i) const { return (first ^ 8 * i) + 64 * i; }
+};
 // Block (b, c), c <= b, of a, and a number's place within a block.
 __device__ constexpr int pair_at(int b, int c) {
   return (b * (b + 1) / 2 + c) * kBlock * kBlock;
@@ -182,8 +188,9 @@ struct Starts {
   size_t image;  // bytes
   int blocks;    // of prepare() on a multiprocessor
 };
-// Whole rows in one kernel: keys of 128, values in multiples of it, one number decays a head.
-void start_rows(const DeltaMix& op, Context& context);
+// Whole rows in one kernel: keys of 128, values in multiples of it. Not null: their answers are
+// there, rounded, for the Linear that follows, and perhaps not in op.out.
+__nv_bfloat16* start_rows(const DeltaMix& op, Context& context);
 
 Starts head_starts(int key_dim);     // one number decays a head, or none
 Starts channel_starts(int key_dim);  // each key channel has its own decay, or erase gate

@@ -76,11 +76,14 @@ __device__ inline void activate(Activation activation, float4* x) {
   }
 }
 
-// log2(exp(softplus(x))). log(1 + e) is its series where 1 + e would lose e.
+// log2(exp(softplus(x))). log(1 + e) is its series where 1 + e would lose e. All of it is computed,
+// as the compiler would branch.
 __device__ inline float log2_softplus(float x) {
   const float e = exp2_fast(fminf(kLog2E * x, 126.0f));
-  const float series = kLog2E * e * (1.0f - e * (0.5f - e * (1.0f / 3.0f)));
-  return x > 30.0f ? kLog2E * x : e < 0.015625f ? series : __log2f(1.0f + e);
+  float series = kLog2E * e * (1.0f - e * (0.5f - e * (1.0f / 3.0f))), log = __log2f(1.0f + e);
+  asm volatile("" : "+f"(series), "+f"(log));
+  const float small = e < 0.015625f ? series : log;
+  return x > 30.0f ? kLog2E * x : small;
 }
 
 // Consecutive tokens of one group of threads, each of them with four neighbouring channels of K.
@@ -242,7 +245,7 @@ struct Workshop {
   int row, chunk;
 };
 
-// Raw projections where they are in device memory.
+// Raw projections and decays where they are in device memory.
 struct DeviceSource {
   const DeltaMix& op;
   const Place& place;
@@ -253,6 +256,12 @@ struct DeviceSource {
   __device__ void convolved(int which, int token, int channel, float4 (&x)[kCount + 3]) const {
     const bool inside = first > 0 && first + kTokens <= place.count;
     convolve<kCount>(op, place, stream(op, place, which), first + token, channel, inside, x);
+  }
+  // Their decays' logits; behind the row's end any.
+  template <int kCount>
+  __device__ void decays(int token, int channel, float4 (&x)[kCount]) const {
+    gather<kCount>(op.decay_in, place, first + token,
+                   int64_t(place.decay_head) * op.key_dim + channel, x);
   }
 };
 
@@ -317,7 +326,7 @@ struct Preparer {
       const int64_t column = int64_t(head) * K + run.channel;
       float4 shift;
       if (op.decay == Decay::PerChannel) {
-        gather<kCount>(op.decay_in, place, first + run.first, column, g);
+        source.template decays<kCount>(run.first, run.channel, g);
         shift = load4(op.dt_bias + column);
       } else {
 #pragma unroll
@@ -380,27 +389,41 @@ struct Preparer {
     half* const kept = which == 0 ? shop.image.q : kChannel ? shop.image.end : shop.image.k;
 #pragma unroll 1
     for (int from = run.first; from < run.first + Run<K>::kCount; from += kPass) {
-      float4 x[kPass + 3];
+      float4 x[kPass + 3], erased[kPass];
       float scale[kPass];
+      const bool erases = kChannel && which == 1 && op.erase.data != nullptr;
+      if (kPass == 4 && erases) load_erased(from, erased);  // early, if there is room
       source.template convolved<kPass>(which, from, run.channel, x);
       activate<kPass>(op.qk_activation, x);
       norm_scales<K>(op.qk_norm, x, scale);
+      const PanelRun at(from, run.channel);
 #pragma unroll
-      for (int i = 0; i < kPass; ++i) {
-        x[i] = valid(from + i) ? scaled(x[i], scale[i] * whole) : zero4();
-        store_halves(&kept[panel_at(from + i, run.channel)], x[i]);
-      }
-      if (kChannel && which == 1) erase(from, x);
+      for (int i = 0; i < kPass; ++i) x[i] = scaled(x[i], scale[i] * whole);
+      drop_others(from, x);
+#pragma unroll
+      for (int i = 0; i < kPass; ++i) store_halves(&kept[at[i]], x[i]);
+      if (kChannel && which == 1) erase(from, erased, x);
+    }
+  }
+
+  // Of kPass tokens from `from` on, those behind the row's end become zero.
+  __device__ void drop_others(int from, float4 (&x)[kPass + 3]) const {
+    if (first + kTokens <= place.count) return;
+#pragma unroll
+    for (int i = 0; i < kPass; ++i) {
+      if (!valid(from + i)) x[i] = zero4();
     }
   }
 
   // The keys of tokens `from` .. times beta or the erase gate; x is used up.
-  __device__ void erase(int from, float4 (&x)[kPass + 3]) const {
+  __device__ void load_erased(int from, float4 (&logit)[kPass]) const {
+    gather<kPass>(op.erase, place, first + from,
+                  int64_t(place.key_head) * K + Run<K>().channel, logit);
+  }
+  __device__ void erase(int from, float4 (&logit)[kPass], float4 (&x)[kPass + 3]) const {
     const Run<K> run;
     if (op.erase.data != nullptr) {
-      float4 logit[kPass];
-      gather<kPass>(op.erase, place, first + from, int64_t(place.key_head) * K + run.channel,
-                    logit);
+      if (kPass != 4) load_erased(from, logit);
 #pragma unroll
       for (int i = 0; i < kPass; ++i) {
         x[i] = scaled(times(x[i], each(logit[i], fast_sigmoid)), op.beta_scale);
@@ -409,10 +432,9 @@ struct Preparer {
 #pragma unroll
       for (int i = 0; i < kPass; ++i) x[i] = scaled(x[i], shop.beta[from + i]);
     }
+    const PanelRun at(from, run.channel);
 #pragma unroll
-    for (int i = 0; i < kPass; ++i) {
-      store_halves(&shop.image.k[panel_at(from + i, run.channel)], x[i]);
-    }
+    for (int i = 0; i < kPass; ++i) store_halves(&shop.image.k[at[i]], x[i]);
   }
 
   // Values, convolved, activated and times beta or the write gate, to the tile's slices: 64 values

@@ -2,9 +2,9 @@
 #include "kernels/delta_chunk_state.cuh"
 
 // Both kernels in one, for heads of 128 x 128 and many rows: a block does all chunks of a row for
-// 128 values of a head, so that nothing goes through device memory but what must. Eight warps bring
-// raw projections, a chunk ahead, and make of them what the state needs of the next chunk; eight
-// warps have the state, 16 values each, and answer.
+// 128 values of a head, so that nothing goes through device memory but what must. The copy engine
+// brings raw projections, a chunk ahead; eight warps make of them what the state needs of the next
+// chunk; eight have the state, 16 values each, and answer.
 //
 // Floor of a chunk, scalar decay: 164 KB that must move, 9,000 cycles of a multiprocessor's share
 // of a copy; 5.2 million products, 2,500 cycles; 24,000 warp instructions, 6,000 cycles. Per
@@ -36,10 +36,10 @@ struct RowShared {
   alignas(16) float turned[kRowWarps][8 * kTurnedPitch];
   float squares[2][kRowWarps][32];
   alignas(16) float diagonal[4][kBlock * Shop::kDiagonalPitch];  // per channel also the runs' sums
-  float logs[kStages][kChannel ? kTokens * Shop::kLogPitch : kTokens];
+  alignas(128) float logs[kStages][kChannel ? kTokens * Shop::kLogPitch : kTokens];
   float beta[2][kTokens];
-  uint64_t raw_full[3], raw_empty[3];                // barriers
-  uint64_t full[kStages], empty[kStages], values_empty;
+  uint64_t raw_full[3], raw_empty[3], decays_full;   // barriers
+  uint64_t full[kStages], empty[kStages], values_empty, gates_full[2];
 
   __device__ void init() {
     for (int i = 0; i < 3; ++i) {
@@ -51,6 +51,8 @@ struct RowShared {
       barrier_init(shared_address(&empty[i]), kRowWarps);
     }
     barrier_init(shared_address(&values_empty), kRowWarps);
+    barrier_init(shared_address(&decays_full), 1);
+    for (uint64_t& one : gates_full) barrier_init(shared_address(&one), 1);
     barrier_init_done();
   }
   __device__ float* raw_of(int which) { return kChannel ? raw[which % 2] : raw[which]; }
@@ -68,16 +70,23 @@ struct RowShop {
 };
 
 // The raw projections of all tokens, queries, keys and values, in boxes of kRawTokens tokens and
-// 128 channels.
-struct RawMaps {
-  CUtensorMap map[3];
+// 128 channels; the decays' logits, where each channel has its own, in boxes as `logs` has rows.
+struct RowMaps {
+  CUtensorMap map[3], decays;
+};
+// Where answers go besides or instead of op.out: rounded, [tokens, value_heads * 128], for the
+// Linear that follows; null: nowhere.
+struct RowOutput {
+  __nv_bfloat16* rounded = nullptr;
+  bool exact = true;  // also op.out
 };
 
 // What all warps of a block know.
 template <bool kChannel>
 struct RowPart {
   const DeltaMix& op;
-  const RawMaps& maps;
+  const RowMaps& maps;
+  const RowOutput& output;
   RowShared<kChannel>& shared;
   Place place;
   int value;  // the slice's first, within the head
@@ -89,6 +98,14 @@ struct RowPart {
   __device__ int chunks() const { return (place.count + kTokens - 1) / kTokens; }
   __device__ int stage_of(int n) const { return n % RowShared<kChannel>::kStages; }
   __device__ int turn_of(int n) const { return n / RowShared<kChannel>::kStages; }
+  // Until the state needs no more of what lay where chunk n will.
+  __device__ void await_stage(int n) const {
+    if (turn_of(n) > 0) wait_for(&shared.empty[stage_of(n)], turn_of(n) - 1);
+  }
+  __device__ RowShop<kChannel> shop_of(int n) const {
+    return {shared.stage[stage_of(n)].image, shared.diagonal, shared.logs[stage_of(n)],
+            shared.beta[n % 2], shared.diagonal[0]};
+  }
   // What follows from these is computed again from here on: the compiler would keep it, all the
   // addresses of a chunk, in registers that it does not have.
   __device__ void forget() {
@@ -98,7 +115,7 @@ struct RowPart {
   }
 };
 
-// Raw projections in shared memory.
+// Raw projections and decays in shared memory.
 template <bool kChannel>
 struct SharedSource : RowPart<kChannel> {
   template <int kCount>
@@ -115,6 +132,15 @@ struct SharedSource : RowPart<kChannel> {
                                            : this->op.conv_v_bias;
     if (bias != nullptr) taps.bias = load4(bias + this->first_of(which) + channel);
     apply_taps<kCount>(taps, x);
+  }
+  // The decays' logits lie where L will.
+  template <int kCount>
+  __device__ void decays(int token, int channel, float4 (&x)[kCount]) const {
+    constexpr int kPitch = Workshop<128, kChannel>::kLogPitch;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = load4(&this->shared.logs[0][(token + i) * kPitch + channel]);
+    }
   }
 };
 
@@ -138,6 +164,15 @@ struct RowPreparer : RowPart<kChannel> {
     barrier_expect(full, sizeof shared.raw[0]);
     copy_box(shared_address(shared.raw_of(which)), maps.map[which], Part::first_of(which),
              place.begin + n * kTokens - 3, full, kReadOnce);
+#endif
+  }
+  __device__ void bring_decays(int n) const {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if (threadIdx.x != kBringer || op.decay != Decay::PerChannel) return;
+    const uint32_t full = shared_address(&shared.decays_full);
+    barrier_expect(full, sizeof shared.logs);
+    copy_box(shared_address(shared.logs), maps.decays, place.decay_head * 128,
+             place.begin + n * kTokens, full, kReadOnce);
 #endif
   }
   // The row's past before its first token; zeros where there is none.
@@ -180,9 +215,6 @@ struct RowPreparer : RowPart<kChannel> {
     const int64_t values = int64_t(place.value_head) * op.value_dim + value;
     if (op.value_dim == 128) prefetch(op.gate, values, n);
     if constexpr (kChannel) {
-      if (op.decay == Decay::PerChannel) {
-        prefetch(op.decay_in, int64_t(place.decay_head) * 128, n + 1);
-      }
       prefetch(op.erase, int64_t(place.key_head) * 128, n + 1);
       prefetch(op.write, values, n + 1);
     }
@@ -194,14 +226,15 @@ struct RowPreparer : RowPart<kChannel> {
     if (n > 0) wait_for(&shared.values_empty, n - 1);
 #pragma unroll 1
     for (int from = 8 * warp; from < 8 * warp + 8; from += kPass) {
-      float4 x[kPass + 3];
+      float4 x[kPass + 3], logit[kPass];
+      if (kChannel && op.write.data != nullptr) {  // well before it is needed
+        gather<kPass>(op.write, place, preparer.first + from,
+                      int64_t(place.value_head) * op.value_dim + value + channel, logit);
+      }
       preparer.source.template convolved<kPass>(2, from, channel, x);
 #pragma unroll
       for (int i = 0; i < kPass; ++i) x[i] = each(x[i], fast_silu);
       if (kChannel && op.write.data != nullptr) {
-        float4 logit[kPass];
-        gather<kPass>(op.write, place, preparer.first + from,
-                      int64_t(place.value_head) * op.value_dim + value + channel, logit);
 #pragma unroll
         for (int i = 0; i < kPass; ++i) {
           x[i] = times(x[i], each(logit[i], fast_sigmoid));
@@ -210,11 +243,10 @@ struct RowPreparer : RowPart<kChannel> {
 #pragma unroll
         for (int i = 0; i < kPass; ++i) x[i] = scaled(x[i], shared.beta[n % 2][from + i]);
       }
+      preparer.drop_others(from, x);
+      const PanelRun at(from, channel);
 #pragma unroll
-      for (int i = 0; i < kPass; ++i) {
-        if (!preparer.valid(from + i)) x[i] = zero4();
-        store_halves(&shared.v[panel_at(from + i, channel)], x[i]);
-      }
+      for (int i = 0; i < kPass; ++i) store_halves(&shared.v[at[i]], x[i]);
     }
   }
 
@@ -222,23 +254,13 @@ struct RowPreparer : RowPart<kChannel> {
     return Preparer<128, kChannel, RowShop<kChannel>, SharedSource<kChannel>, kPass>{
         op, place, shop, {*this}, n * kTokens};
   }
-  __device__ RowShop<kChannel> shop_of(int n) const {
-    return {shared.stage[Part::stage_of(n)].image, shared.diagonal,
-            shared.logs[Part::stage_of(n)], shared.beta[n % 2], shared.diagonal[0]};
-  }
-
   __device__ void run() {
     for (int which = 2; which >= (kChannel ? 1 : 0); --which) bring(which, 0);
-    ScalarLogits logits;
-    if (warp == kGates) {
-      logits.load(op, place, 0);
-      gates(0, logits);
-    }
     keep_taps();
 #pragma unroll 1
     for (int n = 0; n < chunks(); ++n) {
       Part::forget();
-      RowShop<kChannel> shop = shop_of(n);
+      RowShop<kChannel> shop = Part::shop_of(n);
       prefetch_all(n);
       if constexpr (kChannel) {
         chunk_by_channel(n, preparer(n, shop));
@@ -249,30 +271,15 @@ struct RowPreparer : RowPart<kChannel> {
       }
       publish_to_copy_engine();  // to the tensor cores, which read it likewise
       warp_arrive(&shared.full[Part::stage_of(n)]);
-      if (warp == kGates && n + 1 < chunks()) gates(n + 1, logits);
     }
   }
   // The next chunk's in place of what all have read.
   __device__ void bring_next(int which, int n) const {
     if (n + 1 < chunks()) bring(which, n + 1);
   }
-  __device__ void await_stage(int n) const {
-    if (Part::turn_of(n) > 0) {
-      wait_for(&shared.empty[Part::stage_of(n)], Part::turn_of(n) - 1);
-    }
-  }
-  // By one warp that has few products, while the others have them: the next chunk's.
-  static constexpr int kGates = 7;
-  __device__ void gates(int n, ScalarLogits& logits) const {
-    if (!kChannel) await_stage(n);
-    RowShop<kChannel> shop = shop_of(n);
-    preparer(n, shop).scalar_gates(logits);
-    logits.load(op, place, (n + 1) * kTokens);
-  }
-
   template <typename Preparer>
   __device__ void chunk_by_head(int n, const Preparer& preparer) const {
-    await_stage(n);
+    Part::await_stage(n);
     await_raw(0, n);
     preparer.keys(0);
     await_raw(1, n);
@@ -281,6 +288,7 @@ struct RowPreparer : RowPart<kChannel> {
     bring_next(0, n);
     bring_next(1, n);
     await_raw(2, n);
+    wait_for(&shared.gates_full[n % 2], n / 2);
     values(preparer, n);
     warp_arrive(&shared.raw_empty[2]);
     if (threadIdx.x == kBringer) wait_for(&shared.raw_empty[2], n);
@@ -291,14 +299,16 @@ struct RowPreparer : RowPart<kChannel> {
   template <typename Preparer>
   __device__ void chunk_by_channel(int n, const Preparer& preparer) const {
     if (n > 0) meet_preparers();  // all have read the last chunk's decays
+    bring_decays(n);
+    await_raw(2, n);
+    wait_for(&shared.gates_full[n % 2], n / 2);
+    values(preparer, n);
+    if (op.decay == Decay::PerChannel) wait_for(&shared.decays_full, n);
     preparer.channel_logs();
     meet_preparers();
-    preparer.join_logs();
-    await_raw(2, n);
-    values(preparer, n);
-    meet_preparers();
     bring(0, n);
-    await_stage(n);
+    preparer.join_logs();
+    Part::await_stage(n);
     await_raw(1, n);
     preparer.keys(1);
     await_raw(0, n);
@@ -313,7 +323,7 @@ struct RowPreparer : RowPart<kChannel> {
 template <bool kChannel>
 struct RowState : RowPart<kChannel> {
   using Part = RowPart<kChannel>;
-  using Part::op, Part::place, Part::shared, Part::value, Part::chunks;
+  using Part::op, Part::output, Part::place, Part::shared, Part::value, Part::chunks;
   using Image = chunk::Image<128, kChannel>;
   int warp = threadIdx.x / 32 % kRowWarps, lane = threadIdx.x % 32;
   int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;  // row and column of a fragment
@@ -321,6 +331,18 @@ struct RowState : RowPart<kChannel> {
   float O[4][4];   // [value, token], of half a chunk
 
   __device__ RowState(const Part& part) : Part(part) {}
+
+  // By one warp, while the state waits for chunk n - 1: what the gates of the whole head make of
+  // chunk n's tokens.
+  __device__ void gates(int n) const {
+    ScalarLogits logits;
+    logits.load(op, place, n * kTokens);
+    if (!kChannel) Part::await_stage(n);
+    RowShop<kChannel> shop = Part::shop_of(n);
+    Preparer<128, kChannel, RowShop<kChannel>, SharedSource<kChannel>>{
+        op, place, shop, {*this}, n * kTokens}.scalar_gates(logits);
+    warp_arrive(&shared.gates_full[n % 2]);
+  }
 
   // Visits the lane's pairs of the state in memory.
   template <typename Visit>
@@ -476,20 +498,37 @@ struct RowState : RowPart<kChannel> {
     transpose(y);
     if (normalises()) norm(h, y, gates);
     first += lane / 4;
-    float* to = values_at(op.out, place.begin + first);
     const int left = place.count - first;
+    if (output.exact) {
+      float* to = values_at(op.out, place.begin + first);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (8 * i < left) store4(to, y[i]);
+        to += 8 * op.out.stride;
+      }
+    }
+    if (output.rounded == nullptr) return;
+    const int64_t dim = int64_t(op.value_heads) * 128;
+    __nv_bfloat16* to = output.rounded + (place.begin + first) * dim + place.value_head * 128 +
+                        16 * warp + lane % 4 * 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (8 * i < left) store4(to, y[i]);
-      to += 8 * op.out.stride;
+      if (8 * i < left) {
+        __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(y[i].x, y[i].y),
+                                  __floats2bfloat162_rn(y[i].z, y[i].w)};
+        *reinterpret_cast<uint2*>(to) = reinterpret_cast<uint2&>(pair);
+      }
+      to += 8 * dim;
     }
   }
 
   __device__ void run(float* state) {
+    if (warp == 0) gates(0);
     load(state);
 #pragma unroll 1
     for (int n = 0; n < chunks(); ++n) {
       Part::forget();
+      if (warp == 0 && n + 1 < chunks()) gates(n + 1);
       const Image& in = shared.stage[Part::stage_of(n)].image;
       wait_for(&shared.full[Part::stage_of(n)], Part::turn_of(n));
       uint32_t U[4][4];
@@ -516,7 +555,8 @@ struct RowState : RowPart<kChannel> {
 
 template <bool kChannel>
 __global__ __launch_bounds__(kRowThreads, 1) void delta_row_kernel(
-    const __grid_constant__ DeltaMix op, const __grid_constant__ RawMaps maps, int slices) {
+    const __grid_constant__ DeltaMix op, const __grid_constant__ RowMaps maps,
+    const __grid_constant__ RowOutput output, int slices) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char space[];
   auto& shared = *reinterpret_cast<RowShared<kChannel>*>(space);
@@ -531,11 +571,12 @@ __global__ __launch_bounds__(kRowThreads, 1) void delta_row_kernel(
   if (threadIdx.x < kPreparers) {
     give_up_registers<kRowPreparerRegisters>();
     const Place place = place_of(op, row, head);
-    RowPreparer<kChannel>({op, maps, shared, place, value}).run();
+    RowPreparer<kChannel>({op, maps, output, shared, place, value}).run();
   } else {
     take_registers<kRowStateRegisters>();
     const Place place = place_of(op, row, head);
-    RowState<kChannel>({op, maps, shared, place, value}).run(at(op.state, op.rows.slot[row]));
+    float* const state = at(op.state, op.rows.slot[row]);
+    RowState<kChannel>({op, maps, output, shared, place, value}).run(state);
   }
 #endif
 }

@@ -389,6 +389,23 @@ void start_held(const DeltaMix& op, Context& context, int slices, int tokens_mos
   }
 }
 
+// Rows of up to tokens_most tokens, one after the other.
+void run_steps(const DeltaMix& op, Context& context, int tokens_most) {
+  constexpr int kHeldMost = 128 * 1024;  // bytes of a slice; larger ones stay where they are
+  const bool aligned =
+      op.state.stride % 4 == 0 && reinterpret_cast<uintptr_t>(op.state.data) % 16 == 0;
+  const int slices = slices_of(op, context);
+  const bool fits =
+      aligned && op.key_dim * op.value_dim / slices * int(sizeof(float)) <= kHeldMost;
+  switch (fits ? op.key_dim : 0) {
+    case 32: return start_held<1>(op, context, slices, tokens_most);
+    case 64: return start_held<2>(op, context, slices, tokens_most);
+    case 128: return start_held<4>(op, context, slices, tokens_most);
+    case 256: return start_held<8>(op, context, slices, tokens_most);
+    default: return start<StreamedState>(op, context, 1, tokens_most);
+  }
+}
+
 }  // namespace
 
 const char* refusal(const DeltaMix& op) {
@@ -401,17 +418,16 @@ void run(const DeltaMix& op, Context& context) {
   if (op.rows.count == 0) return;
   WEIR_CHECK(op.value_heads % op.key_heads == 0);
   WEIR_CHECK(op.rows.count <= 65535 && refusal(op) == nullptr);
-  constexpr int kHeldMost = 128 * 1024;  // bytes of a slice; larger ones stay where they are
-  const bool aligned =
-      op.state.stride % 4 == 0 && reinterpret_cast<uintptr_t>(op.state.data) % 16 == 0;
   int tokens_most = INT_MAX;  // longer rows have been run already
   const int longest = op.rows.tokens - op.rows.count + 1;  // at most, if no row is empty
   const bool plain = op.norm_output && !routed(op);
   // The chunk kernels norm what they answer, and know their rows when they start.
   const bool chunks = plain && !op.rows.computed && longest > kStepTokensMost;
-  if (chunks && run_chunks(op, context)) {
+  __nv_bfloat16* rounded = nullptr;
+  if (const Chunks done = chunks ? run_chunks(op, context) : Chunks{}; done.run) {
     if (op.rows.count == 1) return;
     tokens_most = kStepTokensMost;
+    rounded = done.rounded;
   }
   // Rows that an op of the step makes may be empty and long, though they are as many as the tokens.
   const bool single = longest == 1 && !op.rows.computed;
@@ -419,16 +435,8 @@ void run(const DeltaMix& op, Context& context) {
   if (single && many && plain && streams(op, context)) {
     return run_stream(op, context);
   }
-  const int slices = slices_of(op, context);
-  const bool fits =
-      aligned && op.key_dim * op.value_dim / slices * int(sizeof(float)) <= kHeldMost;
-  switch (fits ? op.key_dim : 0) {
-    case 32: return start_held<1>(op, context, slices, tokens_most);
-    case 64: return start_held<2>(op, context, slices, tokens_most);
-    case 128: return start_held<4>(op, context, slices, tokens_most);
-    case 256: return start_held<8>(op, context, slices, tokens_most);
-    default: return start<StreamedState>(op, context, 1, tokens_most);
-  }
+  run_steps(op, context, tokens_most);
+  if (rounded != nullptr) round_short_rows(op, rounded, context);
 }
 
 }  // namespace weir::cuda

@@ -113,6 +113,30 @@ TEST_F(CudaPrefill, ManyTurns) {
                            out * sizeof(float)));  // what no row writes is no number
 }
 
+// With rounded vectors the chunk kernel of many rows leaves its answers as the Linear that follows
+// reads them; rows that take steps must be among them.
+TEST_F(CudaPrefill, AnswersRoundedForALinear) {
+  for (const bool read_once : {false, true}) {
+    for (const Decay decay : {Decay::PerHead, Decay::PerChannel}) {
+      const DeltaCase c{.name = "before a linear", .key_heads = 8, .value_heads = 8,
+                        .decay = decay, .decay_heads = 8};
+      const Steps steps = rows_of({150, 1, 64, 33, 7, 1, 200, 65, 40});
+      const auto make = [&](Side& side) {
+        Program program = delta_program(side, c, steps);
+        auto& mix = std::get<DeltaMix>(program[0]);
+        mix.read_once = read_once;
+        mix.out = side.acts(steps.tokens(), 8 * 128);
+        Linear linear{.tokens = steps.tokens(), .in = 8 * 128, .parts = 1, .x = mix.out};
+        linear.part[0] = side.matrix(128, 8 * 128, DType::BF16);
+        linear.y = side.out(steps.tokens(), 128, "linear");
+        program.push_back(linear);
+        return program;
+      };
+      same("answers for a linear", 4e-3, make, {.bf16_vectors = true});
+    }
+  }
+}
+
 // Channels that lose all they know within a block of 16 tokens, among others that do not.
 TEST_P(CudaPrefillHeads, DecaysBeyondAFloat) {
   check({.name = "KDA, violent", .decay = Decay::PerChannel, .dt_shift = 20});
