@@ -107,6 +107,13 @@ __device__ inline void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
+// Asks for device memory to be brought to the L2 cache by the copy engine.
+__device__ inline void bulk_prefetch(const void* from, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // --- copies of single threads ------------------------------------------------------------------
 
 // Two floats from device to shared memory, both 8-byte aligned; there after copies_wait(), for

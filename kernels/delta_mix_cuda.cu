@@ -9,7 +9,7 @@ namespace {
 
 using namespace delta;
 
-// For few heads, for rows of several tokens, and for all that cross-layer routing asks for. A
+// For rows of several tokens, few heads, and for all that cross-layer routing asks for. A
 // cluster of `slices` blocks per (key head, row) runs the mixer over the row's tokens, for each of
 // the key head's value heads in turn; each block has its share of the state's rows (of the values),
 // so that one sequence keeps many multiprocessors busy. The copy engine brings a share into shared
@@ -29,7 +29,8 @@ constexpr int kLanes = 8;
 constexpr int kGroups = kThreads / kLanes;  // rows of the state at one time
 constexpr int kPart = 16;                   // values whose squares are summed by neighbouring lanes
 constexpr int kBlocks = 4;                  // on a multiprocessor, at least
-constexpr int kStreamHeads = 128;            // from so many on, run_stream() is faster
+constexpr int kHeldHeads = 16;              // from so many on, run_held() is faster
+constexpr int kStreamHeads = 128;           // from so many on, run_stream() is faster
 constexpr int kPartsMost = 64;              // of a head: value_dim <= 1024
 
 // What finish() multiplies a thread's first value with, loaded before the state's step.
@@ -48,14 +49,16 @@ __device__ inline Late late_factors(const DeltaMix& op, const Place& place, int 
 
 // out = rms(o) * norm_weight [* gate_act(gate)]. squares: [value_dim / kPart], this token's own,
 // filled by all blocks of the cluster.
-__device__ inline void finish(const DeltaMix& op, const Place& place, const Vectors& s, Late late,
-                              float* squares, int slices) {
+__device__ inline void finish(const DeltaMix& op, const SplitVectors& split, const Place& place,
+                              const Vectors& s, Late late, float* squares, int slices) {
   const int V = op.value_dim;
   const int64_t token = place.begin + place.token,
-                value0 = int64_t(place.value_head) * V + place.value0;
+                value0 = int64_t(place.value_head) * V + place.value0,
+                split0 = token * op.value_heads * V + value0;
   if (!op.norm_output) {
     for (int i = threadIdx.x; i < place.values; i += kThreads) {
       at(op.out, token)[value0 + i] = s.out[i];
+      store_split(split, split0 + i, s.out[i]);
     }
     if (slices > 1) cluster_barrier();  // every block has read the history
     return;
@@ -86,6 +89,7 @@ __device__ inline void finish(const DeltaMix& op, const Place& place, const Vect
     float out = s.out[i] * scale * late.weight;
     if (op.gate.data != nullptr) out *= apply(op.gate_activation, late.gate);
     at(op.out, token)[value0 + i] = out;
+    store_split(split, split0 + i, out);
   }
 }
 
@@ -260,7 +264,8 @@ struct StreamedState {
 
 template <typename State, int kWidth, bool kRouted>
 __global__ __launch_bounds__(kThreads, kBlocks) void delta_mix_kernel(
-    const __grid_constant__ DeltaMix op, bool fresh_state, int slices, int tokens_most) {
+    const __grid_constant__ DeltaMix op, const __grid_constant__ SplitVectors split,
+    bool fresh_state, int slices, int tokens_most) {
   extern __shared__ float4 shared[];
   __shared__ uint64_t barrier;
   __shared__ float squares[2][kPartsMost];
@@ -318,7 +323,7 @@ __global__ __launch_bounds__(kThreads, kBlocks) void delta_mix_kernel(
       __syncthreads();  // the slice's answer is there, and the vectors may be overwritten
       if (last) held.store(state);
       if (slices > 1 && i == 0 && place.token == 0) wait_for_cluster();
-      finish(op, place, x, late, squares[turn], slices);
+      finish(op, split, place, x, late, squares[turn], slices);
     }
     if (op.conv_width > 1) {
       remember<kThreads>(op, place, x, threadIdx.x, i + 1 == group, slice, slices);
@@ -361,10 +366,14 @@ void start(const DeltaMix& op, Context& context, int slices, int tokens_most) {
       sizeof(float);
   WEIR_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
+  SplitVectors split;  // of all tokens or of none
+  if (tokens_most == INT_MAX) {
+    split = leave_split(op.out, op.value_heads * op.value_dim, op.rows.tokens, context);
+  }
   launch(context,
          {.grid = dim3(op.key_heads * slices, op.rows.count), .block = dim3(kThreads),
           .shared = shared, .cluster = slices},
-         kernel, op, context.fresh_state, slices, tokens_most);
+         kernel, op, split, context.fresh_state, slices, tokens_most);
 }
 
 template <typename State>
@@ -431,8 +440,9 @@ void run(const DeltaMix& op, Context& context) {
   }
   // Rows that an op of the step makes may be empty and long, though they are as many as the tokens.
   const bool single = longest == 1 && !op.rows.computed;
-  const bool many = op.rows.count * op.value_heads >= kStreamHeads;
-  if (single && many && plain && streams(op, context)) {
+  const int heads = op.rows.count * op.value_heads;
+  if (single && plain && heads >= kHeldHeads && holds(op, context)) return run_held(op, context);
+  if (single && plain && heads >= kStreamHeads && streams(op, context)) {
     return run_stream(op, context);
   }
   run_steps(op, context, tokens_most);

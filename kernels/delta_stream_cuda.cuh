@@ -8,4 +8,8 @@ namespace weir::cuda {
 bool streams(const DeltaMix& op, const Context& context);
 void run_stream(const DeltaMix& op, Context& context);
 
+// Heads of 128x128 in registers, a block for each.
+bool holds(const DeltaMix& op, const Context& context);
+void run_held(const DeltaMix& op, Context& context);
+
 }  // namespace weir::cuda

@@ -252,6 +252,7 @@ void run(const SwilaMix& op, Context& context) {
            swila::aligned(op);
   };
   if (is(4, 64)) {
+    if (swila::holds(op)) return swila::run_held(op, context);
     int tokens_most = INT_MAX;
     const int longest = op.rows.tokens - op.rows.count + 1;  // at most, if no row is empty
     if (longest > swila_chunk::kStepTokensMost && swila_chunk::run(op, context)) {

@@ -194,6 +194,10 @@ __device__ inline float* history_of(const SwilaMix& op, const Place& place, int 
   return at(op.history, place.slot) + (i / L::D * channels + place.head * L::D + i % L::D);
 }
 
+// Rows of one token each, heads of four mixtures of 64x64 (swila_held_cuda.cu).
+bool holds(const SwilaMix& op);
+void run_held(const SwilaMix& op, Context& context);
+
 // Any number of mixtures, dim and width of the convolution (swila_any_cuda.cu); slow.
 void run_any(const SwilaMix& op, Context& context);
 

@@ -50,21 +50,89 @@ TEST_F(CudaDeltaMix, EveryConvolutionAndNorm) {
 
 // So many heads that blocks stay and go from one to the next: more than one for each of them, with
 // padding and fresh rows between.
-TEST_F(CudaDeltaMix, ManyRows) {
+Steps many_rows() {
   Steps many{{}, {}, {0}};
-  for (int32_t row = 0; row < 150; ++row) {
+  for (int32_t row = 0; row < 75; ++row) {
     many.slot.push_back(row % 7 == 3 ? kPadding : row);
     many.first.push_back(row % 5 == 2 ? 0 : row);
     many.begin.push_back(row + 1);
   }
-  for (const auto& [K, V] : {std::pair{32, 64}, {64, 64}, {128, 128}, {256, 512}}) {
-    for (const int32_t value_heads : {2, 6, 8}) {  // 8: not for the kernel that stays
+  return many;
+}
+
+TEST_F(CudaDeltaMix, ManyRows) {
+  for (const auto& [K, V] : {std::pair{32, 32}, {32, 64}, {64, 64}, {128, 128}, {256, 512}}) {
+    for (const int32_t value_heads : {2, 6, 8}) {
       const DeltaCase c{.name = std::to_string(K) + "x" + std::to_string(V),
                         .value_heads = value_heads, .key_dim = K, .value_dim = V,
                         .decay_heads = value_heads};
       same("delta_mix many rows, " + c.name, 5e-6,
-           [&](Side& side) { return delta_program(side, c, many); });
+           [&](Side& side) { return delta_program(side, c, many_rows()); });
     }
+  }
+}
+
+// Heads of 128x128 that are more than a thousand pass through shared memory.
+TEST_F(CudaDeltaMix, ManyRowsOfManyHeads) {
+  for (const int32_t key_heads : {4, 16}) {
+    DeltaCase c{.name = "KDA, " + std::to_string(key_heads) + " and 16 heads",
+                .key_heads = key_heads, .value_heads = 16, .decay = Decay::PerChannel,
+                .decay_heads = 16};
+    same("delta_mix many heads, " + c.name, 5e-6,
+         [&](Side& side) { return delta_program(side, c, many_rows()); });
+  }
+  same("delta_mix many heads, GDN-2", 5e-6, [&](Side& side) {
+    return delta_program(side, {.key_heads = 14, .value_heads = 14, .decay = Decay::PerChannel,
+                                .decay_heads = 14, .erase = true},
+                         many_rows());
+  });
+}
+
+TEST_F(CudaDeltaMix, ManyRowsOfEveryKind) {
+  for (DeltaCase c : {
+           DeltaCase{.name = "DeltaNet", .decay = Decay::None, .gate = false},
+           {.name = "KDA", .decay = Decay::PerChannel, .gate_activation = Activation::Sigmoid},
+           {.name = "KDA, bounded gate", .decay = Decay::PerChannel, .lower_bound = -5},
+           {.name = "GDN-2", .decay = Decay::PerChannel, .erase = true},
+           {.name = "GDN-2, 2, 4 and 2 heads", .value_heads = 4, .decay = Decay::PerChannel,
+            .erase = true},
+           {.name = "GDN, 2, 6 and 2 heads", .value_heads = 6},
+           {.name = "no beta", .beta = false},
+           {.name = "no convolution", .conv = 0},
+           {.name = "width 1", .conv = 1},
+           {.name = "width 2, bias", .conv = 2, .conv_bias = true},
+           {.name = "width 4, bias", .conv_bias = true},
+           {.name = "width 7, bias", .conv = 7, .conv_bias = true},
+           {.name = "elu + 1, sum norm", .qk_activation = Activation::EluPlusOne,
+            .qk_norm = QkNorm::Sum},
+           {.name = "sigmoid", .qk_activation = Activation::Sigmoid},
+           {.name = "l2_max norm", .qk_norm = QkNorm::L2Max},
+           {.name = "2 key heads, 12 value heads", .value_heads = 12, .decay_heads = 12}}) {
+    for (const int32_t size : {64, 128}) {
+      c.key_dim = c.value_dim = size;
+      same("delta_mix many rows, " + c.name + ", " + std::to_string(size), 5e-6,
+           [&](Side& side) { return delta_program(side, c, many_rows()); });
+    }
+  }
+}
+
+// The mixer's answer is left split for the Linear that follows, by each of its kernels.
+TEST_F(CudaDeltaMix, LinearReadsWhatItLeftSplit) {
+  for (const int32_t rows : {1, 90}) {
+    Steps steps{{}, {}, {0}};
+    for (int32_t row = 0; row < rows; ++row) {
+      steps.slot.push_back(row);
+      steps.first.push_back(row);
+      steps.begin.push_back(row + 1);
+    }
+    same("delta_mix, linear, rows " + std::to_string(rows), 2e-5, [&](Side& side) {
+      Program program = delta_program(side, {.name = "GDN"}, steps);
+      const Acts answer = std::get<DeltaMix>(program.front()).out;
+      const Matrix weights = side.matrix(300, 256, DType::BF16);
+      program.push_back(Linear{.tokens = rows, .in = 256, .parts = 1, .part = {weights},
+                               .x = answer, .y = side.out(rows, 300, "y")});
+      return program;
+    });
   }
 }
 

@@ -33,6 +33,26 @@ TEST_F(CudaSwila, EveryVariantAndSize) {
   }
 }
 
+// So many heads that blocks hold one each, two on a multiprocessor, from more than a thousand on
+// through shared memory; padding and fresh rows between.
+TEST_F(CudaSwila, ManyRows) {
+  Steps many{{}, {}, {0}};
+  for (int32_t row = 0; row < 120; ++row) {
+    many.slot.push_back(row % 7 == 3 ? kPadding : row);
+    many.first.push_back(row % 5 == 2 ? 0 : row);
+    many.begin.push_back(row + 1);
+  }
+  for (const bool temporal : {false, true}) {
+    for (const bool gated : {false, true}) {
+      for (const int32_t heads : {3, 9}) {
+        const SwilaCase c{.heads = heads, .temporal = temporal, .gated = gated};
+        same("swila_mix many rows, " + std::to_string(heads) + " heads, " + c.name(), 1e-5,
+             [&](Side& side) { return swila_program(side, c, many); });
+      }
+    }
+  }
+}
+
 // A chunk computes what its tokens one by one compute, bit for bit.
 TEST_F(CudaSwila, ChunkEqualsSteps) {
   for (const int dim : {64, 24}) {

@@ -1,0 +1,336 @@
+#include "kernels/async_cuda.cuh"
+#include "kernels/swila_mix_cuda.cuh"
+
+namespace weir::cuda::swila {
+namespace {
+
+// For rows of one token each, heads of four mixtures of 64x64: a block of 16 warps holds a head's
+// state, 4 KB a warp, two blocks on a multiprocessor. What a block reads is asked for at once, the
+// state last; the vectors are prepared while it is on its way. Where there are many blocks the
+// state passes through shared memory, so that nothing that waits for a vector waits for it too.
+// Each block has the copy engine bring what a later one will read to the L2 cache.
+//
+// A warp has four values of each mixture; 16 lanes share a row, two rows a load. What the state
+// recalls and what it answers are summed together, before it is changed: with P = S diag(exp g),
+// S' q = P q + u (k' q), where u is what is written.
+//
+// Floor: as swila_mix_kernel.
+constexpr int J = 4, D = 64, kWarps = 16, kThreads = 32 * kWarps, kResident = 2;
+constexpr int kLanes = 16;      // of a row
+constexpr int kRows = 2 * J;    // of the state, of a thread: [mixture, pair of values]
+constexpr int kHeads = 16;        // from so many on this kernel is the faster one,
+constexpr int kManyHeads = 1024;  // and faster with the state passing through shared memory
+static_assert(kThreads == 2 * J * D && 3 * D <= J * D && D / kWarps == 4);
+
+struct HeldShared {
+  alignas(16) float vectors[3 * D];  // q, k (not normalised), v
+  alignas(16) float decay[J * D];
+  float prior[J * D], log_prior[J * D], write[J * D];  // [mixture, value]
+  alignas(16) float squares[kWarps];
+};
+
+// Where a block's head is.
+struct Here {
+  int head, token;
+  bool fresh;
+  Slot slot;
+
+  __device__ int64_t mixed(int i) const { return int64_t(head) * J * D + i; }
+};
+
+// What threads prepare: the first half of them a (mixture, value) each, four neighbours the
+// mixtures of one value; the others a decay each, and all but the last a channel of q, k or v.
+__device__ inline bool mixes() { return threadIdx.x < J * D; }
+__device__ inline int own_mixed() { return threadIdx.x % J * D + threadIdx.x / J; }
+__device__ inline int own_decay() { return threadIdx.x - J * D; }
+__device__ inline bool convolves() { return !mixes() && own_decay() < 3 * D; }
+__device__ inline int64_t column_of(const Here& here) {
+  return int64_t(here.head) * D + threadIdx.x % D;
+}
+__device__ inline float* past_of(const SwilaMix& op, const Here& here) {
+  return at(op.history, here.slot) + own_decay() / D * (op.heads * D) + column_of(here);
+}
+
+struct Input {
+  float past[kWidth - 1] = {}, now = 0;  // of a channel
+  float4 taps{};
+  float a = 0, shift = 0, decay = 0;
+  Logits logits;                         // of a mixture
+  float posterior = 1.0f / J, prior = 1.0f / J;
+};
+
+// What no kernel of the same program writes before this one.
+template <bool kGated>
+__device__ inline void load_kept(const SwilaMix& op, const Here& here, Input& in) {
+  if (mixes()) {
+    if (op.key_mix.data == nullptr || here.fresh) return;
+    in.posterior = at(op.posterior, here.slot)[here.mixed(own_mixed())];
+    in.prior = at(op.prior, here.slot)[here.mixed(own_mixed())];
+    return;
+  }
+  if (convolves()) {
+    const int which = own_decay() / D;
+    const float* const taps = which == 0 ? op.conv_q : which == 1 ? op.conv_k : op.conv_v;
+    const float* const past = past_of(op, here);
+#pragma unroll
+    for (int j = 0; j + 1 < kWidth; ++j) {
+      in.past[j] = here.fresh ? 0.0f : past[j * 3 * op.heads * D];
+    }
+    in.taps = *reinterpret_cast<const float4*>(taps + column_of(here) * kWidth);
+  }
+  if constexpr (kGated) {
+    const int64_t i = here.mixed(own_decay());
+    in.a = op.decay_a[i / D];
+    in.shift = op.dt_bias[i];
+  }
+}
+
+// The token's own.
+template <bool kGated>
+__device__ inline void load_new(const SwilaMix& op, const Here& here, Input& in) {
+  if (mixes()) {
+    const int64_t i = here.mixed(own_mixed());
+    in.logits.key_router = __ldcg(at(op.key_router, here.token) + i);
+    in.logits.query_router = __ldcg(at(op.query_router, here.token) + i);
+    in.logits.beta = __ldcg(at(op.beta, here.token) + i);
+    if (op.key_mix.data == nullptr) return;
+    const int column = here.head * D + threadIdx.x / J;
+    in.logits.key_mix = __ldcg(at(op.key_mix, here.token) + column);
+    in.logits.query_mix = __ldcg(at(op.query_mix, here.token) + column);
+    return;
+  }
+  if (convolves()) {
+    const int which = own_decay() / D;
+    const Acts& from = which == 0 ? op.q : which == 1 ? op.k : op.v;
+    in.now = __ldcg(at(from, here.token) + column_of(here));
+  }
+  if constexpr (kGated) in.decay = __ldcg(at(op.decay_in, here.token) + here.mixed(own_decay()));
+}
+
+// Over the mixtures of a value, which are `step` and 2 `step` lanes apart.
+template <int step>
+__device__ inline float sum_over_mixtures(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2 * step);
+}
+template <int step>
+__device__ inline float softmax(float x) {
+  float largest = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+  largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2 * step));
+  x = quick_exp(x - largest);
+  return __fdividef(x, sum_over_mixtures<step>(x));
+}
+
+// The thread's inputs become part of the head's vectors, and the history.
+template <bool kGated>
+__device__ inline void prepare(const SwilaMix& op, const Here& here, const Input& in,
+                               HeldShared& shared) {
+  if (mixes()) {
+    float key = softmax<1>(in.logits.key_router), query = softmax<1>(in.logits.query_router);
+    if (op.key_mix.data != nullptr) {
+      const float from_key = quick_sigmoid(in.logits.key_mix),
+                  from_query = quick_sigmoid(in.logits.query_mix);
+      key = (1.0f - from_key) * in.posterior + from_key * key;
+      query = (1.0f - from_query) * in.prior + from_query * query;
+      at(op.prior, here.slot)[here.mixed(own_mixed())] = query;
+    }
+    shared.log_prior[own_mixed()] = logf(key);
+    shared.prior[own_mixed()] = query;
+    shared.write[own_mixed()] = quick_sigmoid(in.logits.beta);
+    return;
+  }
+  if (convolves()) {
+    const float x = in.taps.x * in.past[0] + in.taps.y * in.past[1] + in.taps.z * in.past[2] +
+                    in.taps.w * in.now;
+    shared.vectors[own_decay()] = x * quick_sigmoid(x);
+    float* const past = past_of(op, here);
+    past[0] = in.past[1];
+    past[3 * op.heads * D] = in.past[2];
+    past[6 * op.heads * D] = in.now;
+  }
+  if constexpr (kGated) {
+    shared.decay[own_decay()] = expf(-in.a * softplus(in.decay + in.shift));
+  }
+}
+
+// The warp's rows of the state.
+template <bool kLanded>
+struct Held {
+  float4 row[kRows];
+
+  // Where the thread's part of row i begins, in floats.
+  __device__ static int place(int i) {
+    const int lane = threadIdx.x % 32;
+    return (i / 2 * D + int(threadIdx.x) / 32 * 4 + i % 2 * 2) * D + 4 * lane;
+  }
+  // Where the thread's own part lands in shared memory: no other thread reads it.
+  __device__ static float4* landing() {
+    extern __shared__ float4 space[];
+    return space + threadIdx.x;
+  }
+  __device__ void load(const float* state, bool fresh) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) row[i] = {};
+    if (fresh) return;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if constexpr (kLanded) {
+        copy_16_bytes(landing() + i * kThreads, state + place(i));
+      } else {
+        row[i] = *reinterpret_cast<const float4*>(state + place(i));
+      }
+    }
+    if constexpr (kLanded) copies_commit();
+  }
+  // Before step().
+  __device__ void arrive(bool fresh) {
+    if (!kLanded || fresh) return;
+    copies_wait();
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) row[i] = landing()[i * kThreads];
+  }
+
+  // Steps and stores them. A thread has a (mixture, value) for itself, and another has the same:
+  // `answer` is what it answers; returns the posterior.
+  template <bool kGated>
+  __device__ float step(const HeldShared& shared, float* state, int own, float& answer) {
+    const int lane = threadIdx.x % kLanes, half = threadIdx.x % 32 - lane;
+    const auto* vectors = reinterpret_cast<const float4*>(shared.vectors);
+    const float4 q = vectors[lane], k = vectors[D / 4 + lane];
+    const float q_scale = rsqrtf(sum_over_lanes<kLanes>(dot(q, q)) + 1e-6f);
+    const float k_scale = rsqrtf(sum_over_lanes<kLanes>(dot(k, k)) + 1e-6f);
+    const float both = sum_over_lanes<kLanes>(dot(q, k));
+    float sum[2 * kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if constexpr (kGated) {
+        const auto* decay = reinterpret_cast<const float4*>(shared.decay);
+        row[i] = times(row[i], decay[i / 2 * D / 4 + lane]);
+      }
+      sum[i] = dot(row[i], k);
+      sum[kRows + i] = dot(row[i], q);
+    }
+    // Lane i of the 16 has what row i recalls, lane 8 + i what it answers.
+    const float mine = scatter_sums<2 * kRows>(sum);
+    const float other = __shfl_xor_sync(0xffffffffu, mine, kRows);
+    const float recalled = (lane < kRows ? mine : other) * k_scale;
+    const float delta = shared.vectors[2 * D + own % D] - recalled;
+    const float posterior = softmax<2>(shared.log_prior[own] - delta * delta / 2);
+    const float written = shared.write[own] * posterior * delta * k_scale;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float u = __shfl_sync(0xffffffffu, written, half + i);
+      store_four(state + place(i), plus(row[i], u, k));
+    }
+    answer = ((lane < kRows ? other : mine) + written * both) * q_scale;
+    return posterior;
+  }
+};
+
+// A warp asks for what block number `block` will read to be brought to the L2 cache.
+__device__ inline void bring_ahead(const SwilaMix& op, int block) {
+  constexpr int kPieces = 3 * (kWidth - 1);  // of the history; state and distributions follow
+  const int piece = threadIdx.x % 32, row = block / gridDim.x, head = block % gridDim.x;
+  const int pieces = kPieces + (op.key_mix.data != nullptr ? 3 : 1);
+  if (piece >= pieces || row >= int(gridDim.y)) return;
+  const Slot slot = op.rows.slot[row];
+  if (slot == kPadding || op.rows.first[row] == 0) return;
+  if (piece < kPieces) {
+    bulk_prefetch(at(op.history, slot) + (piece * op.heads + head) * D, D * sizeof(float));
+  } else if (piece == kPieces) {
+    bulk_prefetch(at(op.state, slot) + int64_t(head) * J * D * D, J * D * D * sizeof(float));
+  } else {
+    const SlotState& mixed = piece == kPieces + 1 ? op.posterior : op.prior;
+    bulk_prefetch(at(mixed, slot) + head * J * D, J * D * sizeof(float));
+  }
+}
+
+// Normalises and writes the head's output, of which the thread has one value.
+__device__ inline void finish(const SwilaMix& op, const Here& here, int value, float out,
+                              float weight, const HeldShared& shared, const SplitVectors& split) {
+  const auto* sums = reinterpret_cast<const float4*>(shared.squares);
+  float all = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps / 4; ++w) all += (sums[w].x + sums[w].y) + (sums[w].z + sums[w].w);
+  const float normed = out * weight * rsqrtf(all / float(D) + op.norm_eps);
+  const int column = here.head * D + value;
+  at(op.out, here.token)[column] = normed;
+  store_split(split, int64_t(here.token) * op.heads * D + column, normed);
+}
+
+// The first `early` blocks have their states brought before the predecessor is done. `ahead`: how
+// many blocks later the one is whose states a block brings to L2.
+template <bool kGated, bool kLanded>
+__global__ __launch_bounds__(kThreads, kResident) void swila_held_kernel(
+    const __grid_constant__ SwilaMix op, const __grid_constant__ SplitVectors split,
+    bool fresh_state, int early, int ahead) {
+  __shared__ HeldShared shared;
+  let_successor_start();
+  const int row = blockIdx.y, token = op.rows.begin[row];
+  const int block = blockIdx.y * gridDim.x + blockIdx.x;
+  const Slot slot = op.rows.slot[row];
+  if (slot == kPadding || op.rows.begin[row + 1] - token != 1) {
+    wait_for_predecessor();
+    return;
+  }
+  const Here here{int(blockIdx.x), token, op.rows.first[row] == 0, slot};
+  float* const state = at(op.state, slot) + int64_t(here.head) * J * D * D;
+  // The thread's own mixture and value; another thread's too.
+  const int lane = threadIdx.x % 32, i = lane % kRows, warp = threadIdx.x / 32;
+  const int value = warp * 4 + i % 2 * 2 + lane / kLanes, own = i / 2 * D + value;
+  const float weight = op.norm_weight[value];
+  if (!fresh_state) wait_for_predecessor();
+  Input in;
+  Held<kLanded> held;
+  load_kept<kGated>(op, here, in);
+  if (block < early) held.load(state, here.fresh);
+  wait_for_predecessor();
+  load_new<kGated>(op, here, in);
+  if (block >= early) held.load(state, here.fresh);
+  if (warp == kWarps - 1) bring_ahead(op, block + ahead);
+  prepare<kGated>(op, here, in, shared);
+  __syncthreads();  // the head's vectors are there
+  held.arrive(here.fresh);
+  float answer;
+  const float posterior = held.template step<kGated>(shared, state, own, answer);
+  const float out = sum_over_mixtures<2>(answer * shared.prior[own]);
+  float squares = out * out;
+  squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+  squares += __shfl_xor_sync(0xffffffffu, squares, kLanes);
+  if (lane == 0) shared.squares[warp] = squares;
+  if (op.key_mix.data != nullptr && lane % kLanes < kRows) {
+    at(op.posterior, slot)[here.mixed(own)] = posterior;
+  }
+  __syncthreads();  // all sums are there
+  if (lane % kLanes < 2) finish(op, here, value, out, weight, shared, split);
+}
+
+template <bool kGated, bool kLanded>
+void start(const SwilaMix& op, Context& context) {
+  const size_t landing = kLanded ? J * D * D * sizeof(float) : 0;
+  const SplitVectors split = leave_split(op.out, op.heads * D, op.rows.tokens, context);
+  const auto kernel = swila_held_kernel<kGated, kLanded>;
+  WEIR_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(landing)));
+  launch(context,
+         {.grid = dim3(op.heads, op.rows.count), .block = dim3(kThreads), .shared = landing},
+         kernel, op, split, context.fresh_state,
+         context.fresh_state ? kResident * context.multiprocessors : 0, context.multiprocessors);
+}
+
+}  // namespace
+
+bool holds(const SwilaMix& op) {
+  return op.mixtures == J && op.dim == D && op.conv_width == kWidth &&
+         op.rows.count * op.heads >= kHeads && op.rows.tokens == op.rows.count && !op.rows.computed;
+}
+
+void run_held(const SwilaMix& op, Context& context) {
+  const bool gated = op.decay_in.data != nullptr;
+  if (op.rows.count * op.heads < kManyHeads) {
+    return gated ? start<true, false>(op, context) : start<false, false>(op, context);
+  }
+  gated ? start<true, true>(op, context) : start<false, true>(op, context);
+}
+
+}  // namespace weir::cuda::swila
