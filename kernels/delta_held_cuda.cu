@@ -1,4 +1,4 @@
-#include "kernels/delta_raw_cuda.cuh"
+#include "kernels/delta_prepare_cuda.cuh"
 #include "kernels/delta_stream_cuda.cuh"
 #include "kernels/vector_cuda.cuh"
 
@@ -47,9 +47,12 @@ struct Place {
   int64_t channels;  // of a row of the history
 };
 
-// The usual one without a call.
+// The usual one without a call: the others' code would not fit the instruction cache.
+__device__ __noinline__ float apply_any(Activation activation, float x) {
+  return apply(activation, x);
+}
 __device__ inline float activated(Activation activation, float x) {
-  return activation == Activation::Silu ? x * quick_sigmoid(x) : delta::apply_any(activation, x);
+  return activation == Activation::Silu ? x * quick_sigmoid(x) : apply_any(activation, x);
 }
 
 // The thread's channel in all heads' q, k or v.
@@ -149,7 +152,8 @@ __device__ inline float sum_of(float4 x) { return (x.x + x.y) + (x.z + x.w); }
 
 // What normalises a q or k, from its sum or that of its squares; the usual one quickly.
 __device__ inline float scale_of(QkNorm norm, float sum) {
-  return norm == QkNorm::L2 ? rsqrtf(sum + 1e-6f) : delta::scale_of(norm, sum);
+  if (norm == QkNorm::L2) return rsqrtf(sum + 1e-6f);
+  return norm == QkNorm::L2Max ? 1.0f / fmaxf(sqrtf(sum), 1e-6f) : 1.0f / sum;
 }
 
 // The warp's rows of the state.

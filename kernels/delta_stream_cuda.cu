@@ -1,6 +1,4 @@
-#include <algorithm>
-
-#include "kernels/delta_raw_cuda.cuh"
+#include "kernels/delta_prepare_cuda.cuh"
 #include "kernels/delta_stream_cuda.cuh"
 
 namespace weir::cuda {
@@ -9,66 +7,63 @@ namespace {
 using namespace delta;
 
 // For rows of one token each: one block stays on each multiprocessor and goes from head to head.
-// Whatever a head needs comes far ahead, so that no warp waits for memory:
+// A warp has the copy engine bring the states, far ahead, through a ring in shared memory; two
+// groups of three warps prepare the heads' vectors in turn; eight warps work on a stage of the ring
+// as soon as it and the vectors are there, and have the copy engine take it back. So the memory is
+// busy all the time, whatever the latencies.
 //
-//   one warp    has the copy engine bring pieces of the states, into a ring,
-//   four warps  bring the heads' raw vectors and make heads of them, each a whole one, in turn,
-//   eight warps step the states, each a piece of its own,
-//   one warp    norms and gates the answers.
-//
-// They meet at barriers in shared memory alone; no two warps of a kind ever wait for each other.
-//
-// Floor: as delta_mix_kernel. A multiprocessor's share of a copy brings and takes a 128x128 head in
-// 4 us. The copy engine is for large pieces only: it starts one in 150 ns, whatever its size.
-constexpr int kWorkers = 8;        // warps that step states
-constexpr int kPreparersMost = 4;  // warps that make heads of raw vectors
-constexpr int kFinisher = kWorkers + kPreparersMost, kBringer = kFinisher + 1,
-              kWarps = kFinisher + 2;
-constexpr int kPieceBytes = 8192;  // of a state, at most
-constexpr int kPieceRows = 32;     // at most, and a divisor of value_dim
-constexpr int kPiecesMost = 32;    // in the ring
-constexpr int kHeadsAhead = 6;     // heads whose vectors are in shared memory
-constexpr int kWidthMost = 4;      // of the convolution
-constexpr int kPiecesWanted = 12;  // in the ring, before more warps make heads
-constexpr int kPart = 16;          // values whose squares are summed by neighbouring lanes
+// Floor: as delta_mix_kernel.
+constexpr int kStageRows = 32;  // of a head's state; eight lanes for each
+constexpr int kWorkers = 256;   // threads that compute
+constexpr int kGroups = 2;      // of kThreads threads that prepare
+constexpr int kThreads = 96;
+constexpr int kStreamThreads = kWorkers + kGroups * kThreads + 32;
+constexpr int kHeadsAhead = 4;  // heads whose vectors are in shared memory
+constexpr int kStagesMost = 32;
+constexpr int kPart = 16;       // values whose squares are summed by neighbouring lanes
 constexpr int kPartsMost = 64;
 constexpr int kSharedMost = 224 * 1024;
 
-__host__ __device__ constexpr int piece_rows(int key_dim) {
-  return kPieceBytes / (4 * key_dim) < kPieceRows ? kPieceBytes / (4 * key_dim) : kPieceRows;
+// A head's vectors: q, k, decay, erase, v and then the scales of q and k.
+__host__ __device__ inline int head_floats(const DeltaMix& op) {
+  return 4 * op.key_dim + op.value_dim + 4;
+}
+// What a group keeps of a head for the history.
+__host__ __device__ inline int kept_floats(const DeltaMix& op) {
+  return op.conv_width > 1 ? (op.conv_width - 1) * (2 * op.key_dim + op.value_dim) : 0;
 }
 
-// A head's work, for the warps that step states. No state: there is no more.
+// A head's work, for the threads that compute. No state: there is no more.
 struct Task {
   float* state;
+  int32_t token, value_head;
   bool fresh;
 };
 
-// What the block's warps share beside the vectors.
+// What the block's warps share beside the ring.
 struct Signals {
-  uint64_t full[kPiecesMost], empty[kPiecesMost];      // of the pieces
-  uint64_t ready[kHeadsAhead], answered[kHeadsAhead];  // a head's vectors, its answer
-  uint64_t done[kHeadsAhead];                          // the head's place may be used again
+  uint64_t full[kStagesMost], empty[kStagesMost];          // of the ring's stages
+  uint64_t ready[kHeadsAhead], done[kHeadsAhead];          // of the heads' vectors
   Task task[kHeadsAhead];
-};
-
-// The dynamic shared memory.
-struct Space {
-  float *ring, *raw, *heads;
-  int pieces, preparers;
-  Signals* signals;
+  float squares[kPartsMost];
 };
 
 // A place in a ring, and the parity of its current round.
 struct Turn {
   int at = 0;
   uint32_t parity = 0;
-  __device__ void next(int size, int steps = 1) {
-    at += steps;
-    if (at < size) return;
-    at -= size;
+  __device__ void next(int size) {
+    if (++at < size) return;
+    at = 0;
     parity ^= 1;
   }
+};
+
+// A key head of a row of one token: its value heads are worked on by the same block.
+struct Unit {
+  Slot slot;
+  int begin, key_head;
+  bool fresh;
 };
 
 // Visits the block's units in order; called by whole warps.
@@ -78,19 +73,19 @@ __device__ inline void visit_units(const DeltaMix& op, Visit visit) {
   for (int first = blockIdx.x; first < all; first += 32 * gridDim.x) {
     const int mine = first + lane * int(gridDim.x), row = mine / op.key_heads;
     Slot slot = kPadding;
-    int token = 0, fresh = 0;
+    int begin = 0, fresh = 0;
     if (mine < all) {
       slot = op.rows.slot[row];
-      token = op.rows.begin[row];
+      begin = op.rows.begin[row];
       fresh = op.rows.first[row] == 0;
-      if (op.rows.begin[row + 1] - token != 1) slot = kPadding;
+      if (op.rows.begin[row + 1] - begin != 1) slot = kPadding;
     }
     for (int i = 0; i < 32 && first + i * int(gridDim.x) < all; ++i) {
       const Slot from = __shfl_sync(0xffffffffu, slot, i);
-      const int at = __shfl_sync(0xffffffffu, token, i);
+      const int token = __shfl_sync(0xffffffffu, begin, i);
       const bool zero = __shfl_sync(0xffffffffu, fresh, i) != 0;
       if (from == kPadding) continue;
-      visit(Unit{from, at, (first + i * int(gridDim.x)) % op.key_heads, zero});
+      visit(Unit{from, token, (first + i * int(gridDim.x)) % op.key_heads, zero});
     }
   }
 }
@@ -100,124 +95,111 @@ __device__ inline float* state_of(const DeltaMix& op, const Unit& unit, int valu
 }
 
 // The warp that has states brought.
-__device__ inline void bring_states(const DeltaMix& op, const Space& space) {
-  const int rows = piece_rows(op.key_dim), floats = rows * op.key_dim;
-  const int group = op.value_heads / op.key_heads;
+__device__ inline void bring_states(const DeltaMix& op, float* ring, Signals& signals,
+                                    int stages) {
+  const int floats = kStageRows * op.key_dim, group = op.value_heads / op.key_heads;
   const auto bytes = uint32_t(floats * sizeof(float));
-  Signals& signals = *space.signals;
   Turn turn;
   visit_units(op, [&](const Unit& unit) {
     if (threadIdx.x % 32 != 0) return;
     const float* from = state_of(op, unit, unit.key_head * group);
-    // The unit's states lie end to end.
-    for (int v = 0; v < group * op.value_dim; v += rows, turn.next(space.pieces)) {
-      const uint32_t full = shared_address(&signals.full[turn.at]);
+    const int rows = group * op.value_dim;  // the unit's states lie end to end
+    for (int v = 0; v < rows; v += kStageRows, turn.next(stages)) {
       barrier_wait(shared_address(&signals.empty[turn.at]), turn.parity ^ 1);
       if (unit.fresh) {
-        barrier_arrive(full);
+        barrier_arrive(shared_address(&signals.full[turn.at]));
         continue;
       }
-      barrier_expect(full, bytes);
-      bulk_load(space.ring + turn.at * floats, from + int64_t(v) * op.key_dim, bytes, full);
+      barrier_expect(shared_address(&signals.full[turn.at]), bytes);
+      bulk_load(ring + turn.at * floats, from + int64_t(v) * op.key_dim, bytes,
+                shared_address(&signals.full[turn.at]));
     }
   });
 }
 
-// A warp that makes the heads of every unit whose turn is its own. With `waits` set, what this op's
-// predecessors wrote is read only after they are done.
-template <int kParts, int kWidth>
-__device__ inline void prepare(const DeltaMix& op, const Space& space, int number, bool waits) {
-  const RawLayout layout = raw_layout(op);
-  const int lane = threadIdx.x % 32, group = op.value_heads / op.key_heads;
-  Signals& signals = *space.signals;
-  float* const raw = space.raw + number * layout.size;
-  Turn to;
+// A group of warps that prepares every kGroups-th unit. `heads` is the ring of vectors.
+template <int kWidth, int kNumber>
+__device__ inline void prepare_heads(const DeltaMix& op, float* heads, float* kept,
+                                     Signals& signals, bool waits) {
+  const int K = op.key_dim, V = op.value_dim, group = op.value_heads / op.key_heads;
+  const int thread = int(threadIdx.x) - kWorkers - kNumber * kThreads;
+  Turn turn;
   int units = 0;
   visit_units(op, [&](const Unit& unit) {
-    const bool own = units++ % space.preparers == number;
-    for (int i = 0; i < group; ++i, to.next(kHeadsAhead)) {
+    const bool own = units++ % kGroups == kNumber;
+    Place place{.key_head = unit.key_head, .value_head = unit.key_head * group, .value0 = 0,
+                .values = V, .token = 0, .begin = unit.begin, .fresh = unit.fresh,
+                .history = op.history.data == nullptr ? nullptr : at(op.history, unit.slot),
+                .channels = int64_t(2) * op.key_heads * K + int64_t(op.value_heads) * V};
+    for (int i = 0; i < group; ++i, ++place.value_head, turn.next(kHeadsAhead)) {
       if (!own) continue;
-      const Head head(op, unit, unit.key_head * group + i);
-      bring_kept<kWidth>(op, layout, head, unit.fresh, raw);
-      if (waits) wait_for_predecessor();
-      waits = false;
-      bring_new<kWidth>(op, layout, head, unit.token, raw);
-      const Numbers numbers(op, head, unit.token);
-      copies_commit();
-      copies_wait();
-      barrier_wait(shared_address(&signals.done[to.at]), to.parity ^ 1);
-      __syncwarp();
-      make_head<kParts, kWidth>(op, layout, raw, numbers,
-                                space.heads + to.at * head_floats(op));
-      if (lane == 0) signals.task[to.at] = {state_of(op, unit, head.value_head), unit.fresh};
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&signals.ready[to.at]));
-      if (op.conv_width > 1) remember<kWidth>(op, head, i + 1 == group, raw);
-      __syncwarp();
+      float* x = heads + turn.at * head_floats(op);
+      const Vectors to{x, x + K, x + 2 * K, x + 3 * K, x + 4 * K, nullptr, kept};
+      place.decay_head = place.value_head * op.decay_heads / op.value_heads;
+      barrier_wait(shared_address(&signals.done[turn.at]), turn.parity ^ 1);
+      Pass<kWidth, kThreads, 2> pass;
+      for (int first = thread; first - thread < 2 * K + V; first += 2 * kThreads) {
+        pass.load(op, place, first, waits);
+        waits = false;
+        pass.make(op, place, first, to, true);
+      }
+      if (thread == 0) {
+        signals.task[turn.at] = {state_of(op, unit, place.value_head), unit.begin,
+                                 place.value_head, unit.fresh};
+      }
+      barrier_among<2 + kNumber>(kThreads);
+      if (thread < 64) {
+        const float scale = head_scale(op.qk_norm, thread < 32 ? to.q : to.k, K);
+        if (thread % 32 == 0) x[4 * K + V + thread / 32] = scale;
+      }
+      barrier_arrive(shared_address(&signals.ready[turn.at]));
+      if (op.conv_width > 1) remember<kThreads>(op, place, to, thread, i + 1 == group, 0, 1);
     }
   });
-  if (units % space.preparers != number) return;
-  barrier_wait(shared_address(&signals.done[to.at]), to.parity ^ 1);
-  if (lane != 0) return;
-  signals.task[to.at] = {};
-  barrier_arrive(shared_address(&signals.ready[to.at]));
+  if (units % kGroups != kNumber) return;
+  barrier_wait(shared_address(&signals.done[turn.at]), turn.parity ^ 1);
+  if (thread == 0) signals.task[turn.at] = {};
+  barrier_arrive(shared_address(&signals.ready[turn.at]));
 }
 
-// The warp that finishes answers, out = rms(o) * norm_weight [* gate_act(gate)], and leaves them
-// split too. The squares are summed as delta_mix_kernel sums them.
-__device__ inline void finish(const DeltaMix& op, const Space& space, const SplitVectors& split) {
-  constexpr int kAtOnce = 4;  // a lane's values whose gates are loaded before the answer is there
-  const int lane = threadIdx.x % 32, V = op.value_dim, group = op.value_heads / op.key_heads;
-  Signals& signals = *space.signals;
-  Turn turn;
-  visit_units(op, [&](const Unit& unit) {
-    for (int h = 0; h < group; ++h, turn.next(kHeadsAhead)) {
-      const int64_t value0 = int64_t(unit.key_head * group + h) * V;
-      const float* const gates =
-          op.gate.data == nullptr ? nullptr : at(op.gate, unit.token) + value0;
-      float weight[kAtOnce], gate[kAtOnce];
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        const int i = min(lane + 32 * u, V - 1);
-        weight[u] = op.norm_weight[i];
-        gate[u] = gates == nullptr ? 0.0f : gates[i];
-      }
-      const float* const o = space.heads + turn.at * head_floats(op) + 4 * op.key_dim + V;
-      barrier_wait(shared_address(&signals.answered[turn.at]), turn.parity);
-      float sum = 0;
-      for (int i = lane; i < V; i += 32) {
-        const float part = sum_over_lanes<kPart>(o[i] * o[i]);
-        sum += __shfl_sync(0xffffffffu, part, 0);
-        sum += __shfl_sync(0xffffffffu, part, kPart);
-      }
-      const float scale = 1.0f / sqrtf(sum / float(V) + op.norm_eps);
-      float* const out = at(op.out, unit.token) + value0;
-      const int64_t place = int64_t(unit.token) * op.value_heads * V + value0;
-      const auto write = [&](int i, float w, float g) {
-        float value = o[i] * scale * w;
-        if (gates != nullptr) value *= activated(op.gate_activation, g);
-        out[i] = value;
-        store_split(split, place + i, value);
-      };
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        if (lane + 32 * u < V) write(lane + 32 * u, weight[u], gate[u]);
-      }
-      for (int i = lane + 32 * kAtOnce; i < V; i += 32) {
-        write(i, op.norm_weight[i], gates == nullptr ? 0.0f : gates[i]);
-      }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&signals.done[turn.at]));
+__device__ inline float output_gate(const DeltaMix& op, const Task& task, int value) {
+  if (op.gate.data == nullptr) return 0.0f;
+  return at(op.gate, task.token)[int64_t(task.value_head) * op.value_dim + value];
+}
+
+// out = rms(o) * norm_weight [* gate_act(gate)]; weight and gate: of the thread's first value.
+// The squares are summed as delta_mix_kernel sums them.
+__device__ inline void finish(const DeltaMix& op, const Task& task, const float* o, float* squares,
+                              float weight, float gate) {
+  const int V = op.value_dim;
+  barrier_among<1>(kWorkers);  // o is complete
+  for (int first = 0; first < V; first += kWorkers) {
+    const int i = first + int(threadIdx.x);
+    const float value = i < V ? o[i] : 0.0f;
+    const float part = sum_over_lanes<kPart>(value * value);
+    if (i < V && i % kPart == 0) squares[i / kPart] = part;
+  }
+  barrier_among<1>(kWorkers);
+  float sum = 0;
+  for (int i = 0; i < V / kPart; ++i) sum += squares[i];
+  const float scale = 1.0f / sqrtf(sum / float(V) + op.norm_eps);
+  float* out = at(op.out, task.token) + int64_t(task.value_head) * V;
+  for (int i = threadIdx.x; i < V; i += kWorkers) {
+    if (i >= kWorkers) {
+      weight = op.norm_weight[i];
+      gate = output_gate(op, task, i);
     }
-  });
+    float value = o[i] * scale * weight;
+    if (op.gate.data != nullptr) value *= apply(op.gate_activation, gate);
+    out[i] = value;
+  }
 }
 
 __device__ inline float4 four(const float* from) {
   return *reinterpret_cast<const float4*>(from);
 }
 
-// A thread's part of a row of the state or of a key: the elements 4 l + 32 j .. + 3, for thread l
-// of eight.
+// A thread's part of one row of the state: the elements 4 l + 32 j .. + 3.
 template <int kParts>
 struct Part {
   float4 value[kParts];
@@ -227,133 +209,83 @@ struct Part {
   }
 };
 
-// A head's vectors, as a thread needs them: those of long keys stay in shared memory.
+// The warps that compute.
 template <int kParts>
-struct HeadPart {
-  static constexpr bool kHeld = kParts <= 4;
-  Part<kParts> decay, erase;
-  Part<kHeld ? kParts : 1> q_held, k_held;
-  const float *q_from, *k_from;
-  float q_scale, k_scale;
-
-  __device__ void load(const float* x, int lane, int value_dim) {
-    constexpr int K = 32 * kParts;
-    q_from = x + lane;
-    k_from = x + K + lane;
-    decay.load(x + 2 * K + lane);
-    erase.load(x + 3 * K + lane);
-    if constexpr (kHeld) {
-      q_held.load(q_from);
-      k_held.load(k_from);
-    }
-    q_scale = x[4 * K + 2 * value_dim];
-    k_scale = x[4 * K + 2 * value_dim + 1];
-  }
-  __device__ float4 q(int j) const {
-    if constexpr (kHeld) return q_held.value[j];
-    return four(q_from + 32 * j);
-  }
-  __device__ float4 k(int j) const {
-    if constexpr (kHeld) return k_held.value[j];
-    return four(k_from + 32 * j);
-  }
-};
-
-// Steps kRows rows of the state, four apart, from `s` to `to`; `value` and `o` are their own.
-template <int kParts, int kRows>
-__device__ inline void step_rows(const HeadPart<kParts>& x, const float* s, float* to,
-                                 const float* value, float* o, bool fresh) {
-  constexpr int K = 32 * kParts;
-  Part<kParts> held[kRows];
-  float recalled[kRows] = {}, answer[kRows] = {};
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) held[r].load(s + 4 * r * K);
-#pragma unroll
-  for (int j = 0; j < kParts; ++j) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float4& h = held[r].value[j];
-      h = fresh ? float4{} : times(h, x.decay.value[j]);
-      recalled[r] += dot(h, x.erase.value[j]);
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const float all = x.k_scale * sum_over_lanes<8>(recalled[r]);
-    recalled[r] = (value[4 * r] - all) * x.k_scale;
-  }
-#pragma unroll
-  for (int j = 0; j < kParts; ++j) {
-    const float4 k = x.k(j), q = x.q(j);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float4& h = held[r].value[j];
-      h = plus(h, recalled[r], k);
-      answer[r] += dot(h, q);
-      *reinterpret_cast<float4*>(to + 4 * r * K + 32 * j) = h;
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    answer[r] = sum_over_lanes<8>(answer[r]) * x.q_scale;
-    if (threadIdx.x % 8 == 0) o[4 * r] = answer[r];
-  }
-}
-
-// A warp that steps every kWorkers-th piece.
-template <int kParts>
-__device__ inline void work(const DeltaMix& op, const Space& space, int number) {
-  constexpr int K = kParts * 32, kRowsOfPiece = piece_rows(K), kAtOnce = kParts > 4 ? 1 : 2;
-  constexpr int kFloats = kRowsOfPiece * K;
-  const int lane = threadIdx.x % 8 * 4, row = threadIdx.x % 32 / 8, V = op.value_dim;
-  const bool first = threadIdx.x % 32 == 0;
-  Signals& signals = *space.signals;
+__device__ inline void work(const DeltaMix& op, float* ring, float* heads, float* o,
+                            Signals& signals, int stages) {
+  constexpr int K = kParts * 32, kStageFloats = kStageRows * K;
+  constexpr int kLag = kParts > 4 ? 2 : 4;  // stores still reading when a stage is given back
+  const int row = threadIdx.x / 8, lane = threadIdx.x % 8 * 4, V = op.value_dim;
   Turn turn, head;
-  turn.at = number;
-  int v = number * kRowsOfPiece;  // the next piece's first row, from the current head on
-  for (;; head.next(kHeadsAhead), v -= V) {
+  int stored = 0;
+  for (;; head.next(kHeadsAhead)) {
     barrier_wait(shared_address(&signals.ready[head.at]), head.parity);
     const Task task = signals.task[head.at];
     if (task.state == nullptr) break;
-    float* const vectors = space.heads + head.at * head_floats(op);
-    HeadPart<kParts> x;
-    x.load(vectors, lane, V);
-    for (; v < V; v += kWorkers * kRowsOfPiece, turn.next(space.pieces, kWorkers)) {
-      float* const piece = space.ring + turn.at * kFloats;
-      float* const value = vectors + 4 * K + v + row;  // and V further the answer
-      barrier_wait(shared_address(&signals.full[turn.at]), turn.parity);
-      float* const state = task.state + int64_t(v) * K;
-#pragma unroll 1
-      for (int r = 0; r < kRowsOfPiece; r += 4 * kAtOnce) {
-        const int at = (row + r) * K + lane;
-        step_rows<kParts, kAtOnce>(x, piece + at, state + at, value + r, value + V + r, task.fresh);
-      }
-      __syncwarp();  // the piece has been read
-      if (first) barrier_arrive(shared_address(&signals.empty[turn.at]));
+    const float* x = heads + head.at * head_floats(op);
+    float weight = 0, gate = 0;
+    if (threadIdx.x < V) {
+      weight = op.norm_weight[threadIdx.x];
+      gate = output_gate(op, task, threadIdx.x);
     }
-    __syncwarp();
-    if (first) barrier_arrive(shared_address(&signals.answered[head.at]));
+    const float *q = x + lane, *k = q + K;
+    Part<kParts> decay, erase, held;
+    decay.load(k + K);
+    erase.load(k + 2 * K);
+    const float q_scale = x[4 * K + V] / sqrtf(float(K)), k_scale = x[4 * K + V + 1];
+    for (int v = 0; v < V; v += kStageRows, turn.next(stages)) {
+      barrier_wait(shared_address(&signals.full[turn.at]), turn.parity);
+      float* const stage = ring + turn.at * kStageFloats;
+      float* const s = stage + row * K + lane;
+      held.load(s);
+      float recalled = 0, answer = 0;
+#pragma unroll
+      for (int j = 0; j < kParts; ++j) {
+        held.value[j] = task.fresh ? float4{} : times(held.value[j], decay.value[j]);
+        recalled += dot(held.value[j], erase.value[j]);
+      }
+      const float all = k_scale * sum_over_lanes<8>(recalled);
+      recalled = (x[4 * K + v + row] - all) * k_scale;
+#pragma unroll
+      for (int j = 0; j < kParts; ++j) {
+        held.value[j] = plus(held.value[j], recalled, four(k + 32 * j));
+        answer += dot(held.value[j], four(q + 32 * j));
+        *reinterpret_cast<float4*>(s + 32 * j) = held.value[j];
+      }
+      publish_to_copy_engine();
+      barrier_among<1>(kWorkers);  // the stage is complete
+      if (threadIdx.x == 0) {
+        bulk_store(task.state + int64_t(v) * K, stage, kStageFloats * sizeof(float));
+        bulk_stores_read<kLag>();
+        const int back = turn.at - kLag < 0 ? turn.at - kLag + stages : turn.at - kLag;
+        if (stored++ >= kLag) barrier_arrive(shared_address(&signals.empty[back]));
+      }
+      answer = sum_over_lanes<8>(answer) * q_scale;
+      if (lane == 0) o[v + row] = answer;
+    }
+    finish(op, task, o, signals.squares, weight, gate);
+    barrier_among<1>(kWorkers);  // o and the vectors may be overwritten
+    if (threadIdx.x == 0) barrier_arrive(shared_address(&signals.done[head.at]));
   }
+  if (threadIdx.x == 0) bulk_stores_read<0>();
 }
 
 template <int kParts, int kWidth>
-__global__ __launch_bounds__(32 * kWarps, 1) void stream_kernel(
-    const __grid_constant__ DeltaMix op, const __grid_constant__ SplitVectors split,
-    bool fresh_state, int pieces, int preparers) {
+__global__ __launch_bounds__(kStreamThreads, 1) void stream_kernel(
+    const __grid_constant__ DeltaMix op, bool fresh_state, int stages) {
   extern __shared__ float4 shared[];
   __shared__ Signals signals;
   float* const ring = reinterpret_cast<float*>(shared);
-  float* const raw = ring + pieces * piece_rows(32 * kParts) * 32 * kParts;
-  const Space space{ring,   raw,       raw + preparers * raw_layout(op).size,
-                    pieces, preparers, &signals};
+  float* const heads = ring + stages * kStageRows * kParts * 32;
+  float* const o = heads + kHeadsAhead * head_floats(op);
+  float* const kept = o + op.value_dim;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < pieces; ++i) {
+    for (int i = 0; i < stages; ++i) {
       barrier_init(shared_address(&signals.full[i]), 1);
       barrier_init(shared_address(&signals.empty[i]), 1);
     }
     for (int i = 0; i < kHeadsAhead; ++i) {
-      barrier_init(shared_address(&signals.ready[i]), 1);
-      barrier_init(shared_address(&signals.answered[i]), kWorkers);
+      barrier_init(shared_address(&signals.ready[i]), kThreads);
       barrier_init(shared_address(&signals.done[i]), 1);
     }
     barrier_init_done();
@@ -361,78 +293,49 @@ __global__ __launch_bounds__(32 * kWarps, 1) void stream_kernel(
   let_successor_start();
   if (!fresh_state) wait_for_predecessor();
   __syncthreads();
-  const int warp = threadIdx.x / 32;
-  if (warp < kWorkers) {
+  const int thread = threadIdx.x;
+  if (thread < kWorkers) {
     wait_for_predecessor();
-    work<kParts>(op, space, warp);
-  } else if (warp < kWorkers + preparers) {
-    prepare<kParts, kWidth>(op, space, warp - kWorkers, fresh_state);
-  } else if (warp == kFinisher) {
-    wait_for_predecessor();
-    finish(op, space, split);
-  } else if (warp == kBringer) {
-    bring_states(op, space);
+    work<kParts>(op, ring, heads, o, signals, stages);
+  } else if (thread < kWorkers + kThreads) {
+    prepare_heads<kWidth, 0>(op, heads, kept, signals, fresh_state);
+  } else if (thread < kWorkers + 2 * kThreads) {
+    prepare_heads<kWidth, 1>(op, heads, kept + kept_floats(op), signals, fresh_state);
+  } else {
+    bring_states(op, ring, signals, stages);
   }
-}
-
-// How the dynamic shared memory is divided.
-struct Division {
-  int pieces, preparers;
-  size_t bytes;
-};
-
-Division divide(const DeltaMix& op) {
-  constexpr int kFloat = int(sizeof(float));
-  const int piece = piece_rows(op.key_dim) * op.key_dim * kFloat;
-  const int raw = raw_layout(op).size * kFloat;
-  const int left = kSharedMost - kHeadsAhead * head_floats(op) * kFloat;
-  // From one of a warp's heads to its next there are at most kHeadsAhead: a parity tells no more.
-  const int group = op.value_heads / op.key_heads;
-  int preparers = std::min(kPreparersMost, 1 + (kHeadsAhead - 1) / group);
-  while (preparers > 1 && (left - preparers * raw) / piece < kPiecesWanted) --preparers;
-  const int pieces = std::min(kPiecesMost, (left - preparers * raw) / piece);
-  return {pieces, preparers, size_t(kSharedMost - left + preparers * raw + pieces * piece)};
 }
 
 template <int kParts>
 void start(const DeltaMix& op, Context& context) {
-  const Division shared = divide(op);
-  const auto kernel = op.conv_width == 4 ? stream_kernel<kParts, 4> : stream_kernel<kParts, 0>;
-  WEIR_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       int(shared.bytes)));
-  const SplitVectors split =
-      leave_split(op.out, op.value_heads * op.value_dim, op.rows.tokens, context);
+  const int stage_bytes = kStageRows * op.key_dim * int(sizeof(float));
+  const int beside = (kHeadsAhead * head_floats(op) + op.value_dim + kGroups * kept_floats(op)) *
+                     int(sizeof(float));
+  const int stages = std::min(kStagesMost, (kSharedMost - beside) / stage_bytes);
+  const size_t shared = size_t(stages) * stage_bytes + beside;
+  const auto aligned = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  const bool four =
+      op.conv_width == 4 && aligned(op.conv_q) && aligned(op.conv_k) && aligned(op.conv_v);
+  const auto kernel = four ? stream_kernel<kParts, 4> : stream_kernel<kParts, 0>;
+  WEIR_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
   launch(context,
          {.grid = dim3(std::min(context.multiprocessors, op.rows.count * op.key_heads)),
-          .block = dim3(32 * kWarps), .shared = shared.bytes},
-         kernel, op, split, context.fresh_state, shared.pieces, shared.preparers);
-}
-
-// The copy engine moves 16 bytes at a time.
-bool aligned(const float* data, int64_t stride) {
-  return data == nullptr || (stride % 4 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0);
-}
-bool aligned(const Acts& acts) { return aligned(acts.data, acts.stride); }
-
-bool copies(const DeltaMix& op) {
-  for (const float* taps : {op.conv_q, op.conv_k, op.conv_v, op.conv_q_bias, op.conv_k_bias,
-                            op.conv_v_bias}) {
-    if (!aligned(taps, 0)) return false;
-  }
-  const bool channels = op.decay == Decay::PerChannel;
-  return aligned(op.state.data, op.state.stride) && aligned(op.history.data, op.history.stride) &&
-         aligned(op.q) && aligned(op.k) && aligned(op.v) && aligned(op.erase) &&
-         aligned(op.write) && (!channels || (aligned(op.decay_in) && aligned(op.dt_bias, 0)));
+          .block = dim3(kStreamThreads), .shared = shared},
+         kernel, op, context.fresh_state, stages);
 }
 
 }  // namespace
 
 bool streams(const DeltaMix& op, const Context& context) {
+  const bool aligned =
+      op.state.stride % 4 == 0 && reinterpret_cast<uintptr_t>(op.state.data) % 16 == 0;
   const int K = op.key_dim;
-  const bool sizes = (K == 32 || K == 64 || K == 128 || K == 256) &&
-                     op.value_dim % kPieceRows == 0 && op.value_dim <= kPart * kPartsMost &&
-                     op.conv_width <= kWidthMost;
-  return context.compute >= 90 && sizes && copies(op) && divide(op).pieces >= kWorkers;
+  // A group that prepares as many value heads as the ring has places would come round to a place
+  // whose barrier is two phases behind, and take it for done.
+  const bool few = op.value_heads < kHeadsAhead * op.key_heads;
+  return context.compute >= 90 && aligned && few && (K == 32 || K == 64 || K == 128 || K == 256) &&
+         op.value_dim % kStageRows == 0 && op.value_dim <= kPart * kPartsMost;
 }
 
 void run_stream(const DeltaMix& op, Context& context) {

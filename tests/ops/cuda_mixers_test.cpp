@@ -72,6 +72,15 @@ TEST_F(CudaDeltaMix, ManyRows) {
   }
 }
 
+// More heads of 256x512 than run at one time: a kernel that stayed waited forever here.
+TEST_F(CudaDeltaMix, ManyRowsOfLargeHeads) {
+  same("delta_mix many rows, 6 heads of 256x512", 5e-6, [&](Side& side) {
+    return delta_program(side, {.key_heads = 6, .value_heads = 6, .key_dim = 256,
+                                .value_dim = 512, .decay_heads = 6},
+                         many_rows());
+  });
+}
+
 // Heads of 128x128 that are more than a thousand pass through shared memory.
 TEST_F(CudaDeltaMix, ManyRowsOfManyHeads) {
   for (const int32_t key_heads : {4, 16}) {
