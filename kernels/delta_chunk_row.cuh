@@ -149,7 +149,7 @@ template <bool kChannel>
 struct RowPreparer : RowPart<kChannel> {
   using Part = RowPart<kChannel>;
   using Part::op, Part::maps, Part::place, Part::shared, Part::value, Part::chunks;
-  static constexpr int kPass = 4;            // tokens at one time
+  static constexpr int kPass = kChannel ? 4 : 8;  // tokens at one time
   static constexpr int kBringer = 6 * 32;    // of the threads; its warp has few products
   int warp = threadIdx.x / 32, channel = threadIdx.x % 32 * 4;
 
