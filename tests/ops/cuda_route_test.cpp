@@ -71,7 +71,8 @@ TEST_F(CudaRoute, ManyRowsAndLongOnes) {
   for (const DeltaCase& c : cases) {
     same("delta_mix many rows, " + c.name, 5e-6,
          [&](Side& side) { return delta_program(side, c, many); });
-    same("delta_mix prompts, " + c.name, 2e-5,
+    // What is not routed goes through chunks, with half-precision operands.
+    same("delta_mix prompts, " + c.name, c.emits ? 2e-5 : 1e-3,
          [&](Side& side) { return delta_program(side, c, prompts); });
   }
 }
