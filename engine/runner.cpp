@@ -102,8 +102,11 @@ struct Runner::Impl {
   void fill_outputs(const StepBatch& batch, const StepInputs& at);
   void fill_padding(int32_t row, const StepInputs& at);
   void run(const StepShape& shape, const StepInputs& at);
-  // Tokens of a row.
-  int64_t row_most() const { return std::min(limits.chunk_tokens, limits.prompt_tokens); }
+  // Tokens of a row of a warm-up, which its pages hold.
+  int64_t row_most() const {
+    const int64_t held = limits.pages > 0 ? int64_t(pages) * limits.page_tokens : INT64_MAX;
+    return std::min<int64_t>({limits.chunk_tokens, limits.prompt_tokens, held});
+  }
   void warm_up();
   void warm_up_prompts(int32_t tokens);
   const Lowered& lowered(const StepShape& shape);

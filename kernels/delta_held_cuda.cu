@@ -328,7 +328,8 @@ bool fours(const float* data) { return reinterpret_cast<uintptr_t>(data) % 16 ==
 bool holds(const DeltaMix& op, const Context& context) {
   return context.compute >= 80 && op.key_dim == kDim && op.value_dim == kDim &&
          op.conv_width == kWidth && fours(op.conv_q) && fours(op.conv_k) && fours(op.conv_v) &&
-         fours(op.state.data) && op.state.stride % 4 == 0;
+         fours(op.state.data) && op.state.stride % 4 == 0 && fours(op.history.data) &&
+         op.history.stride % 4 == 0;
 }
 
 void run_held(const DeltaMix& op, Context& context) {

@@ -399,7 +399,7 @@ bool fits(const Linear& op, const Swiglu& gate) {
 }
 // Whether op may round what it leaves to gate, as the Linear after it rounds what gate makes of it.
 bool may_be_narrow(const Linear& op, const Swiglu& gate, const Context& context) {
-  return !context.keep_low && fits_large(op, context) && is_one_matrix(op) &&
+  return !context.keep_low && fits_large(op, context) && is_one_matrix(op) && by_fours(op.y) &&
          op.tokens <= most_split(op.in, context) &&
          next_reads_split(gate.out, gate.dim, gate.tokens, context);
 }
@@ -498,8 +498,11 @@ size_t run_fused(std::span<const Op> ops, Context& context) {
       run_hopper(*op, {.gate = gate}, context);
       return 2;
     }
-    context.next = reader;
-    if (!may_be_narrow(*op, *gate, context)) return 0;
+    const Linear* const next = std::exchange(context.next, reader);
+    if (!may_be_narrow(*op, *gate, context)) {
+      context.next = next;
+      return 0;
+    }
     run_large_narrow(*op, context);
     context.split = std::exchange(context.next_split, {});
     run_narrow(*gate, context);

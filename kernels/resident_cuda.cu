@@ -8,8 +8,8 @@ namespace weir::cuda::resident {
 namespace {
 
 // Weights do not depend on activations, so one warp keeps them coming, in the order in which the
-// phases need them, through a ring of stages in shared memory: while the blocks meet between two
-// phases, it fills. The other warps multiply on the tensor cores. A tile is eight rows of the
+// phases need them, through a ring of stages in shared memory: while a phase waits for what
+// it reads, it fills. The other warps multiply on the tensor cores. A tile is eight rows of the
 // stacked matrices; all tiles of all phases go round the blocks in turn, so that each has as much
 // to read.
 //

@@ -4,8 +4,8 @@
 #include "kernels/cuda_util.cuh"
 
 // A decode step of few tokens as one kernel that stays on every multiprocessor: its phases are the
-// linear layers, with the norm before each and the SwiGLU after it folded in, and the delta-rule
-// mixers between them.
+// linear layers, with the norm before each and the SwiGLU after it folded in, and the mixers of the
+// delta rule and of SwiLA between them.
 namespace weir::cuda::resident {
 
 constexpr int kTokensMost = 4;

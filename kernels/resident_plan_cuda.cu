@@ -273,9 +273,15 @@ class Plan {
       phase.activated = int(row);
       phase.activated_end = int(row) + columns;
       phase.activation = activation;
+      gate_maker_ = &phase;
       return true;
     }
     return false;
+  }
+  // Around the planning of a mixer that may turn out not to fit: its gate is then its own again.
+  void begin_mixer() { gate_maker_ = nullptr; }
+  void drop_mixer() {
+    if (gate_maker_ != nullptr) gate_maker_->activated = gate_maker_->activated_end = 0;
   }
 
   // After find_inputs().
@@ -426,6 +432,7 @@ class Plan {
 
   float* words_;  // of even launches, on the device
   bool keep_low_;
+  LinearPhase* gate_maker_ = nullptr;  // which activate() has told of a mixer's gate
   Made made_[Table::kLinear];
   int readers_ = 0, deltas_ = 0, swilas_ = 0;
   uint64_t after_ = 0;  // of the phase that is being made
@@ -495,14 +502,17 @@ int add_mix(const Ops& ops, int i, const Context& context, Plan& plan) {
   phase.x = nullptr;  // below
   if (!apart(phase) || !plan.find_inputs(phase)) return 0;
   Op op = *mix;
+  plan.begin_mixer();
   if (!find_reads(op, phase, plan)) return 0;
   float* out = nullptr;  // its answers are left too
-  if (!plan.take_words(int64_t(phase.in) * op.rows.tokens, out)) return 0;
+  bool fits = plan.take_words(int64_t(phase.in) * op.rows.tokens, out);
   op.out = {out, phase.in};
   phase.x = out;
   phase.x_stride = phase.in;
   phase.x_left = true;
-  return plan.add(op, phase) ? 2 : 0;
+  fits = fits && plan.add(op, phase);
+  if (!fits) plan.drop_mixer();
+  return fits ? 2 : 0;
 }
 
 // Whether a plan might begin with the op: most steps have more tokens, and end here.
