@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 #include <unordered_map>
 
 #include "engine/lower.h"
@@ -106,6 +107,9 @@ struct Runner::Impl {
   int64_t row_most() const {
     const int64_t held = limits.pages > 0 ? int64_t(pages) * limits.page_tokens : INT64_MAX;
     return std::min<int64_t>({limits.chunk_tokens, limits.prompt_tokens, held});
+  }
+  int64_t row_pages() const {
+    return pages > 0 ? (row_most() + limits.page_tokens - 1) / limits.page_tokens : 0;
   }
   void warm_up();
   void warm_up_prompts(int32_t tokens);
@@ -224,7 +228,9 @@ void Runner::Impl::warm_up() {
     for (int times = 0; times < 2; ++times) run(shape, at);
     backend.finish();
   }
-  const int64_t longest = std::min(int64_t(limits.step_tokens), limits.slots * row_most());
+  int64_t rows = limits.slots;  // of prompts, each with pages of its own
+  if (pages > 0) rows = std::min(rows, limits.pages / row_pages());
+  const int64_t longest = std::min(int64_t(limits.step_tokens), rows * row_most());
   for (int32_t size = kPromptsWarmed; size <= longest;) {
     const auto quarter = int32_t(std::bit_floor(uint32_t(size)) / 4);
     warm_up_prompts(int32_t(std::min<int64_t>(size + quarter / 2, longest)));
@@ -234,13 +240,15 @@ void Runner::Impl::warm_up() {
 
 // A step of prompts with so many tokens. No sequence has begun, so its states may be anybody's.
 void Runner::Impl::warm_up_prompts(int32_t tokens) {
-  const std::vector<int32_t> page_table(size_t(pages), 0);
+  std::vector<int32_t> page(size_t(limits.pages));
+  std::iota(page.begin(), page.end(), 0);
   StepBatch batch;
   batch.tokens.assign(size_t(tokens), 0);
   for (int32_t begin = 0, count = 0; begin < tokens; begin += count) {
     count = int32_t(std::min<int64_t>(row_most(), tokens - begin));
-    batch.rows.push_back({.slot = Slot(batch.rows.size()), .count = count, .begin = begin,
-                          .pages = page_table});
+    const size_t row = batch.rows.size(), held = size_t(row_pages());
+    batch.rows.push_back({.slot = Slot(row), .count = count, .begin = begin,
+                          .pages = {page.data() + row * held, held}});
   }
   batch.outputs.push_back({.token = tokens - 1, .position = batch.rows.back().count,
                            .sampling = {.temperature = 0}});
