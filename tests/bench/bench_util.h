@@ -41,6 +41,11 @@ inline BenchOptions bench_options(int argc, char** argv) {
     }
     *value = argv[++i];
   }
+  if (options.most.find_first_not_of("0123456789") != std::string::npos) {
+    std::fprintf(stderr, "--most: expected a number of sequences, found \"%s\"\n",
+                 options.most.c_str());
+    std::exit(2);
+  }
   return options;
 }
 
