@@ -8,9 +8,9 @@ namespace {
 // For rows of one token each, heads of 128 keys and 128 values: a block of 16 warps holds a head's
 // whole state, 4 KB a warp, and two blocks share a multiprocessor. Everything that a block reads is
 // asked for at once, the raw vectors first; a thread prepares one channel of them while the state
-// is on its way. Where there are many blocks the state passes through shared memory, so that
-// nothing that waits for a vector waits for the state too; where there are few it comes straight to
-// registers, and each block has the copy engine bring what a later one will read to the L2 cache.
+// is on its way; and the copy engine brings what a later block will read to the L2 cache. Where
+// there are many blocks the state passes through shared memory, so that nothing that waits for a
+// vector waits for the state too; where there are few it comes straight to registers.
 //
 // A lane has four neighbouring keys of each of its warp's eight rows. What the state recalls and
 // what it answers are summed together, before the state is changed: with P = S diag(exp g),
@@ -22,13 +22,22 @@ namespace {
 constexpr int kDim = 128, kWidth = 4;
 constexpr int kWarps = 16, kThreads = 32 * kWarps, kRows = kDim / kWarps, kResident = 2;
 constexpr int kManyHeads = 1025;  // from so many on the state passes through shared memory
+constexpr int kPieces = 4;               // of a state, each of four warps' rows
+constexpr int kBringer = kThreads - 32;  // the thread that asks for them
+
+// Value heads that share a key head are those of one block, in turn, or of a cluster's blocks: each
+// prepares q and k then, and the last one writes their history.
+enum class Sharing { Turns, Cluster };
 
 enum Role { kQuery, kKey, kValue, kFinisher };  // of four neighbouring warps
 
 struct Shared {
+  uint64_t barrier[kPieces];
   alignas(16) float q[kDim], k[kDim], decay[kDim], erase[kDim], v[kDim], answer[kDim];
+  float factor[kDim];         // what the normed answer is multiplied with
   alignas(16) float sums[8];  // of q's four warps, then of k's: what normalises them
   alignas(16) float squares[kWarps];
+  float kept[kWidth - 1][2 * kDim];  // what becomes the history of q and k
 };
 
 // What a thread reads for its channel; of a finisher, the output's gate and its norm's weight.
@@ -43,9 +52,14 @@ struct Raw {
 struct Place {
   int key_head, value_head, decay_head, token;
   bool fresh;
+  bool keeps;  // its block writes the history of q and k
   float* history;
-  int64_t channels;  // of a row of the history
 };
+
+// Of a row of the history.
+__device__ inline int channels_of(const DeltaMix& op) {
+  return (2 * op.key_heads + op.value_heads) * kDim;
+}
 
 // The usual one without a call: the others' code would not fit the instruction cache.
 __device__ __noinline__ float apply_any(Activation activation, float x) {
@@ -74,7 +88,7 @@ __device__ inline void load_kept(const DeltaMix& op, const Place& place, Role ro
   const float* const past = past_of(op, place, role);
 #pragma unroll
   for (int j = 0; j + 1 < kWidth; ++j) {
-    raw.past[j] = place.fresh ? 0.0f : past[j * place.channels];
+    raw.past[j] = place.fresh ? 0.0f : past[j * channels_of(op)];
   }
   const float* const taps = role == kQuery ? op.conv_q : role == kKey ? op.conv_k : op.conv_v;
   const float* const bias =
@@ -114,17 +128,26 @@ __device__ inline void load_new(const DeltaMix& op, const Place& place, Role rol
 }
 
 // The thread's channel becomes part of the head's vectors, and its inputs the history.
-__device__ inline void prepare(const DeltaMix& op, const Place& place, Role role, bool last,
-                               const Raw& raw, Shared& shared) {
-  if (role == kFinisher) return;
+template <Sharing kSharing>
+__device__ inline void prepare(const DeltaMix& op, const Place& place, Role role, const Raw& raw,
+                               Shared& shared) {
   const int i = threadIdx.x % kDim;
+  if (role == kFinisher) {
+    const bool gated = op.gate.data != nullptr;
+    shared.factor[i] = gated ? raw.shift * activated(op.gate_activation, raw.gate) : raw.shift;
+    return;
+  }
   const float x = raw.bias + raw.taps.x * raw.past[0] + raw.taps.y * raw.past[1] +
                   raw.taps.z * raw.past[2] + raw.taps.w * raw.now;
-  if (role == kValue || last) {
+  if (role == kValue || (kSharing != Sharing::Cluster && place.keeps)) {
     float* const past = past_of(op, place, role);
     past[0] = raw.past[1];
-    past[place.channels] = raw.past[2];
-    past[2 * place.channels] = raw.now;
+    past[channels_of(op)] = raw.past[2];
+    past[2 * channels_of(op)] = raw.now;
+  } else if (kSharing == Sharing::Cluster) {
+    shared.kept[0][threadIdx.x] = raw.past[1];
+    shared.kept[1][threadIdx.x] = raw.past[2];
+    shared.kept[2][threadIdx.x] = raw.now;
   }
   const bool gated = op.beta.data != nullptr || op.erase.data != nullptr;
   const float gate = gated ? quick_sigmoid(raw.gate) : 1.0f;
@@ -156,169 +179,239 @@ __device__ inline float scale_of(QkNorm norm, float sum) {
   return norm == QkNorm::L2Max ? 1.0f / fmaxf(sqrtf(sum), 1e-6f) : 1.0f / sum;
 }
 
-// The warp's rows of the state.
+// The warp's rows of the state: in registers, or in shared memory, where they lie as in device
+// memory. There from sm_90 on one thread of the block asks for them, kPieces times for four warps.
 template <bool kLanded>
 struct Held {
-  float4 row[kRows];
+  float4 row[kLanded ? 1 : kRows];
 
-  // Where the thread's own part lands in shared memory: no other thread reads it.
+  // The thread's part of its warp's first row; row r's is 32 r further.
   __device__ static float4* landing() {
     extern __shared__ float4 space[];
-    return space + threadIdx.x;
+    return space + threadIdx.x / 32 * kRows * 32 + threadIdx.x % 32;
   }
-  __device__ void load(const float* state, bool fresh) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) row[r] = {};
-    if (fresh) return;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if constexpr (kLanded) {
-        copy_16_bytes(landing() + r * kThreads, state + r * kDim + threadIdx.x % 32 * 4);
-      } else {
-        row[r] = four(state + r * kDim);
-      }
+  __device__ float4 at(int r) const {
+    if constexpr (kLanded) return landing()[r * 32];
+    return row[r];
+  }
+  __device__ void open(Shared& shared) const {
+    if constexpr (kLanded) {
+      if (threadIdx.x != kBringer) return;
+      for (uint64_t& barrier : shared.barrier) barrier_init(shared_address(&barrier), 1);
+      barrier_init_done();
     }
-    if constexpr (kLanded) copies_commit();
   }
-  // Before step().
-  __device__ void arrive(bool fresh) {
-    if (!kLanded || fresh) return;
-    copies_wait();
+  // state: the warp's first row.
+  __device__ void load(const float* state, bool fresh, Shared& shared) {
+    if (fresh) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) row[r] = landing()[r * kThreads];
+      for (int r = 0; r < kRows; ++r) (kLanded ? landing()[r * 32] : row[r]) = {};
+    } else if constexpr (!kLanded) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) row[r] = four(state + r * kDim);
+    } else {
+#if __CUDA_ARCH__ >= 900
+      if (threadIdx.x == kBringer) bring(state - threadIdx.x / 32 * kRows * kDim, shared);
+#else
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        copy_16_bytes(landing() + r * 32, state + r * kDim + threadIdx.x % 32 * 4);
+      }
+      copies_commit();
+#endif
+    }
+  }
+  __device__ static void bring(const float* head, Shared& shared) {
+    extern __shared__ float4 space[];
+    constexpr int kPiece = kDim * kDim / kPieces;
+#pragma unroll 1
+    for (int i = 0; i < kPieces; ++i) {
+      const uint32_t barrier = shared_address(shared.barrier + i);
+      barrier_expect(barrier, kPiece * sizeof(float));
+      bulk_load(space + i * kPiece / 4, head + i * kPiece, kPiece * sizeof(float), barrier);
+    }
+  }
+  // Before step(), for the block's head number `turn`.
+  __device__ void arrive(bool fresh, int turn, Shared& shared) const {
+    if (!kLanded || fresh) return;
+#if __CUDA_ARCH__ >= 900
+    barrier_wait(shared_address(shared.barrier + threadIdx.x / (kThreads / kPieces)), turn % 2);
+#else
+    copies_wait();
+#endif
   }
 
-  // Steps and stores them; lane 8 + r of the warp returns row r's answer.
-  __device__ float step(const DeltaMix& op, const Shared& shared, float* state) {
+  // Steps and stores them; leaves their answers and the sum of those's squares.
+  __device__ void step(const DeltaMix& op, Shared& shared, float* state) {
+    constexpr int kHalf = kRows / 2;
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kRows;
+    float mine[2], both;
+    {
+      const float4 q = four(shared.q), erase = four(shared.erase), decay = four(shared.decay);
+      both = sum_over_lanes(dot(q, four(shared.k)));
+      const float4 recalls = times(decay, erase), answers = times(decay, q);
+      // Of each half of the rows, lane r has what row r recalls, lane 4 + r what it answers.
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sum[kRows];
+#pragma unroll
+        for (int r = 0; r < kHalf; ++r) {
+          const float4 part = at(h * kHalf + r);
+          sum[r] = dot(part, recalls);
+          sum[kHalf + r] = dot(part, answers);
+        }
+        mine[h] = scatter_sums<kRows>(sum);
+        mine[h] += __shfl_xor_sync(0xffffffffu, mine[h], 8);
+        mine[h] += __shfl_xor_sync(0xffffffffu, mine[h], 16);
+      }
+    }
+    asm volatile("" ::: "memory");  // vectors are read again: kept, they would be spilled
     const float4* const sums = reinterpret_cast<const float4*>(shared.sums);
     const float q_scale = scale_of(op.qk_norm, sum_of(sums[0])) * rsqrtf(float(kDim));
     const float k_scale = scale_of(op.qk_norm, sum_of(sums[1]));
     const float4 decay = four(shared.decay), k = four(shared.k);
-    const float v = shared.v[first + lane % kRows];
-    float sum[2 * kRows], both;
-    {
-      const float4 q = four(shared.q), erase = four(shared.erase);
-      both = sum_over_lanes(dot(q, k));
-      const float4 recalls{decay.x * erase.x, decay.y * erase.y, decay.z * erase.z,
-                           decay.w * erase.w};
-      const float4 answers = times(decay, q);
+    float squares = 0;
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        sum[r] = dot(row[r], recalls);
-        sum[kRows + r] = dot(row[r], answers);
+    for (int h = 0; h < 2; ++h) {
+      const float v = shared.v[first + h * kHalf + lane % kHalf];
+      const float u = (v - mine[h] * k_scale) * k_scale;
+#pragma unroll
+      for (int r = 0; r < kHalf; ++r) {
+        const int i = h * kHalf + r;
+        const float wrote = __shfl_sync(0xffffffffu, u, r);
+        store_four(state + i * kDim + 4 * lane, plus(times(at(i), decay), wrote, k));
       }
+      const float wrote = __shfl_sync(0xffffffffu, u, lane % kHalf);
+      const float answer = (mine[h] + wrote * both) * q_scale;
+      squares += answer * answer;
+      if (lane / kHalf == 1) shared.answer[first + h * kHalf + lane % kHalf] = answer;
     }
-    // Lane r has what row r recalls, lane 8 + r what it answers.
-    float mine = scatter_sums<2 * kRows>(sum);
-    mine += __shfl_xor_sync(0xffffffffu, mine, 16);
-    float u = (v - mine * k_scale) * k_scale;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float wrote = __shfl_sync(0xffffffffu, u, r);
-      store_four(state + r * kDim + 4 * lane, plus(times(row[r], decay), wrote, k));
-    }
-    u = __shfl_sync(0xffffffffu, u, lane % kRows);
-    return (mine + u * both) * q_scale;
+    squares = sum_over_lanes<kHalf>(squares);
+    if (lane == kHalf) shared.squares[threadIdx.x / 32] = squares;
   }
 };
 
 // out = rms(o) * norm_weight [* gate_act(gate)], by the finishers.
-__device__ inline void finish(const DeltaMix& op, const Place& place, const Raw& raw,
-                              const Shared& shared, const SplitVectors& split) {
+__device__ inline void finish(const DeltaMix& op, const Place& place, const Shared& shared,
+                              const SplitVectors& split) {
   const auto* squares = reinterpret_cast<const float4*>(shared.squares);
   const float sum = (sum_of(squares[0]) + sum_of(squares[1])) +
                     (sum_of(squares[2]) + sum_of(squares[3]));
-  const float scale = 1.0f / sqrtf(sum / float(kDim) + op.norm_eps);
-  float out = shared.answer[threadIdx.x % kDim] * scale * raw.shift;
-  if (op.gate.data != nullptr) out *= activated(op.gate_activation, raw.gate);
+  const float scale = rsqrtf(sum / float(kDim) + op.norm_eps);
+  const int i = threadIdx.x % kDim;
+  const float out = shared.answer[i] * scale * shared.factor[i];
   const int64_t column = column_of(place, kFinisher);
   at(op.out, place.token)[column] = out;
   store_split(split, int64_t(place.token) * op.value_heads * kDim + column, out);
 }
 
+// Once all blocks that read the history of q and k have done so.
+__device__ inline void remember(const DeltaMix& op, const Place& place, Role role,
+                                const Shared& shared) {
+  if (!place.keeps || role >= kValue) return;
+  float* const past = past_of(op, place, role);
+#pragma unroll
+  for (int j = 0; j + 1 < kWidth; ++j) past[j * channels_of(op)] = shared.kept[j][threadIdx.x];
+}
+
 // A warp asks for what block number `block` will read to be brought to the L2 cache.
-__device__ inline void bring_ahead(const DeltaMix& op, int64_t channels, int block) {
+__device__ inline void bring_ahead(const DeltaMix& op, int block) {
   constexpr int kPieces = 3 * (kWidth - 1);  // of the history; the state follows
   const int piece = threadIdx.x % 32, row = block / gridDim.x, head = block % gridDim.x;
   if (piece > kPieces || row >= int(gridDim.y)) return;
   const Slot slot = op.rows.slot[row];
   if (slot == kPadding || op.rows.first[row] == 0) return;
-  const int group = op.value_heads / op.key_heads, which = piece % 3;
+  const int heads = op.value_heads / gridDim.x, which = piece % 3;  // a block's value heads
   if (piece == kPieces) {
-    bulk_prefetch(at(op.state, slot) + int64_t(head) * group * kDim * kDim,
-                  uint32_t(group) * kDim * kDim * sizeof(float));
+    bulk_prefetch(at(op.state, slot) + int64_t(head) * heads * kDim * kDim,
+                  uint32_t(heads) * kDim * kDim * sizeof(float));
     return;
   }
-  const int heads = which == kValue ? group : 1;
-  bulk_prefetch(at(op.history, slot) + piece / 3 * channels +
-                    (int64_t(which) * op.key_heads + int64_t(head) * heads) * kDim,
-                uint32_t(heads) * kDim * sizeof(float));
+  const int group = op.value_heads / op.key_heads, first = head * heads;
+  if (which != kValue && first % group != 0) return;  // another block's
+  bulk_prefetch(at(op.history, slot) + piece / 3 * channels_of(op) +
+                    (int64_t(which) * op.key_heads + (which == kValue ? first : first / group)) *
+                        kDim,
+                uint32_t(which == kValue ? heads : 1) * kDim * sizeof(float));
 }
 
-// The first `early` blocks have their states brought before the predecessor is done. `ahead`, if
-// not 0: how many blocks later the one is whose states a block brings to L2.
-template <bool kLanded>
+// The first `early` blocks have their states brought before the predecessor is done. `ahead`: how
+// many blocks later the one is whose states a block brings to L2.
+template <bool kLanded, Sharing kSharing>
 __global__ __launch_bounds__(kThreads, kResident) void held_kernel(
     const __grid_constant__ DeltaMix op, const __grid_constant__ SplitVectors split,
     bool fresh_state, int early, int ahead) {
   __shared__ Shared shared;
   let_successor_start();
   const int row = blockIdx.y, group = op.value_heads / op.key_heads;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int heads = kSharing == Sharing::Turns ? group : 1;  // of the block
+  const int warp = threadIdx.x / 32;
   const int block = blockIdx.y * gridDim.x + blockIdx.x;
   const auto role = Role(threadIdx.x / kDim);
   const Slot slot = op.rows.slot[row];
   const int token = op.rows.begin[row];
-  Place place{.key_head = int(blockIdx.x), .value_head = int(blockIdx.x) * group,
+  Place place{.key_head = int(blockIdx.x) * heads / group, .value_head = int(blockIdx.x) * heads,
               .decay_head = 0, .token = token, .fresh = op.rows.first[row] == 0,
-              .history = nullptr,
-              .channels = 2 * int64_t(op.key_heads) * kDim + int64_t(op.value_heads) * kDim};
+              .keeps = false, .history = nullptr};
   if (slot == kPadding || op.rows.begin[row + 1] - token != 1) {
     wait_for_predecessor();
     return;
   }
   place.history = at(op.history, slot);
   if (!fresh_state) wait_for_predecessor();
-  for (int i = 0; i < group; ++i, ++place.value_head) {
+  Held<kLanded> held;
+  held.open(shared);
+  for (int i = 0; i < heads; ++i, ++place.value_head) {
     place.decay_head = place.value_head * op.decay_heads / op.value_heads;
+    place.keeps = kSharing == Sharing::Turns ? i + 1 == heads : (place.value_head + 1) % group == 0;
     float* const state = at(op.state, slot) +
                          (int64_t(place.value_head) * kDim + warp * kRows) * kDim;
     Raw raw;
-    Held<kLanded> held;
     load_kept(op, place, role, raw);
     const bool first = i == 0 && block < early;
-    if (first) held.load(state, place.fresh);
+    if (first) held.load(state, place.fresh, shared);
     if (i == 0) wait_for_predecessor();
     load_new(op, place, role, raw);
-    if (!first) held.load(state, place.fresh);
-    if (i == 0 && ahead > 0 && warp == kWarps - 1) {
-      bring_ahead(op, place.channels, block + ahead);
-    }
-    prepare(op, place, role, i + 1 == group, raw, shared);
+    if (!first) held.load(state, place.fresh, shared);
+    if (i == 0 && warp == kWarps - 1) bring_ahead(op, block + ahead);
+    prepare<kSharing>(op, place, role, raw, shared);
     __syncthreads();  // the head's vectors are there
-    held.arrive(place.fresh);
-    const float answer = held.step(op, shared, state);
-    const float squares = sum_over_lanes<kRows>(answer * answer);
-    if (lane == kRows) shared.squares[warp] = squares;
-    if (lane / kRows == 1) shared.answer[warp * kRows + lane % kRows] = answer;
+    if (kSharing == Sharing::Cluster) cluster_started();  // this block has read the history
+    held.arrive(place.fresh, i, shared);
+    held.step(op, shared, state);
     __syncthreads();  // the head's answer is there, and its vectors may be overwritten
-    if (role == kFinisher) finish(op, place, raw, shared, split);
+    if (role == kFinisher) finish(op, place, shared, split);
+  }
+  if (kSharing == Sharing::Cluster) {
+    wait_for_cluster();
+    remember(op, place, role, shared);
   }
 }
 
-template <bool kLanded>
+template <bool kLanded, Sharing kSharing>
 void start(const DeltaMix& op, Context& context) {
   const size_t landing = kLanded ? kDim * kDim * sizeof(float) : 0;
   const SplitVectors split =
       leave_split(op.out, op.value_heads * kDim, op.rows.tokens, context);
-  WEIR_CUDA_CHECK(cudaFuncSetAttribute(held_kernel<kLanded>,
-                                       cudaFuncAttributeMaxDynamicSharedMemorySize, int(landing)));
+  const auto kernel = held_kernel<kLanded, kSharing>;
+  WEIR_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(landing)));
+  const int group = op.value_heads / op.key_heads;
   launch(context,
-         {.grid = dim3(op.key_heads, op.rows.count), .block = dim3(kThreads), .shared = landing},
-         held_kernel<kLanded>, op, split, context.fresh_state,
-         context.fresh_state ? kResident * context.multiprocessors : 0,
-         kLanded ? 0 : context.multiprocessors);
+         {.grid = dim3(kSharing == Sharing::Turns ? op.key_heads : op.value_heads, op.rows.count),
+          .block = dim3(kThreads), .shared = landing,
+          .cluster = kSharing == Sharing::Cluster ? group : 1},
+         kernel, op, split, context.fresh_state,
+         context.fresh_state ? kResident * context.multiprocessors : 0, context.multiprocessors);
+}
+
+template <bool kLanded>
+void start(const DeltaMix& op, Context& context) {
+  const int group = op.value_heads / op.key_heads;
+  if (context.compute >= 90 && (group == 2 || group == 4 || group == 8)) {
+    return start<kLanded, Sharing::Cluster>(op, context);
+  }
+  start<kLanded, Sharing::Turns>(op, context);
 }
 
 bool fours(const float* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }

@@ -229,9 +229,13 @@ __device__ inline void work(const DeltaMix& op, float* ring, float* heads, float
       gate = output_gate(op, task, threadIdx.x);
     }
     const float *q = x + lane, *k = q + K;
+    // The thread holds them, or reads them again for each row where they would be spilled.
+    constexpr bool kHeld = kParts <= 4;
     Part<kParts> decay, erase, held;
-    decay.load(k + K);
-    erase.load(k + 2 * K);
+    if constexpr (kHeld) {
+      decay.load(k + K);
+      erase.load(k + 2 * K);
+    }
     const float q_scale = x[4 * K + V] / sqrtf(float(K)), k_scale = x[4 * K + V + 1];
     for (int v = 0; v < V; v += kStageRows, turn.next(stages)) {
       barrier_wait(shared_address(&signals.full[turn.at]), turn.parity);
@@ -241,8 +245,9 @@ __device__ inline void work(const DeltaMix& op, float* ring, float* heads, float
       float recalled = 0, answer = 0;
 #pragma unroll
       for (int j = 0; j < kParts; ++j) {
-        held.value[j] = task.fresh ? float4{} : times(held.value[j], decay.value[j]);
-        recalled += dot(held.value[j], erase.value[j]);
+        const float4 kept = kHeld ? decay.value[j] : four(k + K + 32 * j);
+        held.value[j] = task.fresh ? float4{} : times(held.value[j], kept);
+        recalled += dot(held.value[j], kHeld ? erase.value[j] : four(k + 2 * K + 32 * j));
       }
       const float all = k_scale * sum_over_lanes<8>(recalled);
       recalled = (x[4 * K + v + row] - all) * k_scale;
