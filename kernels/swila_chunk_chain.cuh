@@ -1,284 +1,161 @@
 #pragma once
-#include "kernels/swila_chunk_prepare.cuh"
+#include "kernels/swila_chunk_layout.cuh"
 
-// The warps with a thread for each value dim of the slice: the chain, where one token waits for the
-// last, and what is done with the answers. Threads beyond the slice double its first ones and write
-// nothing.
+// The warps where one token waits for the last: two neighbouring threads have a value dim, each two
+// mixtures of it.
 namespace weir::cuda::swila_chunk {
 
-// r or rho of value d of the slice, as the row's last step has left it.
+// r or rho of value d of the slice and a mixture, as the row's last step has left it.
 template <class V>
-__device__ inline void begin_with(const SlotState& kept, const Place& place, int d,
-                                  float (&last)[kMixtures]) {
-#pragma unroll
-  for (int j = 0; j < kMixtures; ++j) {
-    last[j] = 1.0f / kMixtures;
-    if constexpr (V::kTemporal) {
-      if (!place.fresh) last[j] = at(kept, place.slot)[place.mixed(j, place.value + d)];
-    }
-  }
-}
-template <class V>
-__device__ inline void leave(const SlotState& kept, const Place& place, int d,
-                             const float (&last)[kMixtures]) {
-  if constexpr (V::kTemporal) {
-#pragma unroll
-    for (int j = 0; j < kMixtures; ++j) {
-      at(kept, place.slot)[place.mixed(j, place.value + d)] = last[j];
-    }
-  }
+__device__ inline float begin_with(const SlotState& kept, const Place& place, int j, int d) {
+  if (!V::kTemporal || place.fresh) return 1.0f / kMixtures;
+  return at(kept, place.slot)[place.mixed(j, place.value + d)];
 }
 
+// Factors of a token: beta, and `prior`, log2 of the router's prior but for a constant. Temporal:
+// the router's prior times gk / (1 - gk), so that the prior is r + prior but for a constant.
 template <class V>
 struct Chain {
-  static constexpr int kFour = 4;  // tokens that are one behind the other in registers
-  using Tile = float[kFour][kMixtures];
+  static constexpr int kOwn = kMixtures / 2;
+  using Two = float[kOwn];
   const SwilaMix& op;
   const Place& place;
   Shared<V>& shared;
-  int thread = int(threadIdx.x) - V::kStates, d = thread % V::kValues;
+  int warp = int(threadIdx.x) / 32 - V::kFirstChain, group = warp / 2;
+  int d = warp * 16 + int(threadIdx.x) % 32 / 2;        // of the slice
+  int first = int(threadIdx.x) % 2 * kOwn;              // of the mixtures
 
-  __device__ float* recalled(int t) const {
-    return &shared.recalled[(t * V::kValues + d) * kMixtures];
-  }
-  // G of token t with the four from s on, for each mixture or for all.
-  __device__ static void gram(const Stage<V>& in, int t, int s, float (&G)[V::kSets][kFour]) {
-#pragma unroll
-    for (int set = 0; set < V::kSets; ++set) {
-      const float4 four = load4(&in.gram[set][t * kTokens + s]);
-      G[set][0] = four.x;
-      G[set][1] = four.y;
-      G[set][2] = four.z;
-      G[set][3] = four.w;
-    }
-  }
-  __device__ static void take(float G, const float (&u)[kMixtures], int j,
-                              float (&R)[kMixtures]) {
-    R[j] = fmaf(-G, u[j], R[j]);
-  }
-
-  // The four tokens from t on lose what the four from s on have written.
-  __device__ void lose(const Stage<V>& in, int t, int s, Tile& R) const {
-    Tile u;
-#pragma unroll
-    for (int i = 0; i < kFour; ++i) {
-      const float4 four = load4(recalled(s + i));
-      u[i][0] = four.x;
-      u[i][1] = four.y;
-      u[i][2] = four.z;
-      u[i][3] = four.w;
-    }
-#pragma unroll
-    for (int i = 0; i < kFour; ++i) {
-      float G[V::kSets][kFour];
-      gram(in, t + i, s, G);
-#pragma unroll
-      for (int k = 0; k < kFour; ++k) {
-#pragma unroll
-        for (int j = 0; j < kMixtures; ++j) take(G[V::kGated ? j : 0][k], u[k], j, R[i]);
-      }
-    }
-  }
-
-  // r and beta r delta of one token from delta; a token's prior is mixed with r, the last one's.
-  __device__ void switch_mixtures(const Factors<V>& in, int t, const float (&delta)[kMixtures],
-                                  float (&r)[kMixtures], float (&u)[kMixtures]) const {
-    const int at = t * V::kValues + d;
-    const float4 router = load4(&in.router[at * kMixtures]);
-    const float4 beta = load4(&in.beta[at * kMixtures]);
-    const float share[4] = {router.x, router.y, router.z, router.w};
-    float a[kMixtures], written[kMixtures] = {beta.x, beta.y, beta.z, beta.w};
-#pragma unroll
-    for (int j = 0; j < kMixtures; ++j) {
-      float log_prior = share[j];
-      if constexpr (V::kTemporal) log_prior = __log2f(fmaf(in.keep[at], r[j], log_prior));
-      a[j] = fmaf(-0.5f * kLog2E * delta[j], delta[j], log_prior);
-      written[j] *= delta[j];
-    }
-    const float most = fmaxf(fmaxf(a[0], a[1]), fmaxf(a[2], a[3]));
-#pragma unroll
-    for (int j = 0; j < kMixtures; ++j) a[j] = exp2_fast(a[j] - most);
-    const float scale = reciprocal((a[0] + a[1]) + (a[2] + a[3]));
-#pragma unroll
-    for (int j = 0; j < kMixtures; ++j) {
-      r[j] = a[j] * scale;
-      u[j] = a[j] * written[j] * scale;
-    }
-  }
-
-  // The four tokens from t on, one after the other.
-  __device__ void solve_four(const Stage<V>& in, const Factors<V>& factors, int t,
-                             float (&r)[kMixtures]) const {
-    Tile R, u;
-#pragma unroll
-    for (int i = 0; i < kFour; ++i) {
-      const float4 four = load4(recalled(t + i));
-      const float of[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int j = 0; j < kMixtures; ++j) R[i][j] = of[(j + i) % kMixtures];
-    }
-#pragma unroll 1
-    for (int s = 0; s < t; s += kFour) lose(in, t, s, R);
-#pragma unroll
-    for (int i = 0; i < kFour; ++i) {
-      float G[V::kSets][kFour];
-      gram(in, t + i, t, G);
-#pragma unroll
-      for (int k = 0; k < i; ++k) {
-#pragma unroll
-        for (int j = 0; j < kMixtures; ++j) take(G[V::kGated ? j : 0][k], u[k], j, R[i]);
-      }
-      switch_mixtures(factors, t + i, R[i], r, u[i]);
-      *reinterpret_cast<float4*>(recalled(t + i)) = {u[i][0], u[i][1], u[i][2], u[i][3]};
-    }
-#pragma unroll
-    for (int j = 0; j < kMixtures; ++j) {
-      *reinterpret_cast<uint2*>(&shared.u[(j * V::kValues + d) * kTokenPitch + t]) = {
-          pack(u[0][j], u[1][j]), pack(u[2][j], u[3][j])};
-    }
-  }
-
-  __device__ void run() const {
-    const int chunks = place.chunks();
-    float r[kMixtures];
-    begin_with<V>(op.posterior, place, d, r);
-#pragma unroll 1
-    for (int c = 0; c < chunks; ++c) {
-      meet(kRecalled, V::kStates + V::kLanes);
-      if (thread < V::kValues) {
-#pragma unroll 1
-        for (int t = 0; t < kTokens; t += kFour) {
-          solve_four(shared.stage[c % 2], shared.factors[c % 2], t, r);
-        }
-      }
-      arrive(kWritten, V::kStates + V::kLanes);
-    }
-    if (thread < V::kValues) leave<V>(op.posterior, place, d, r);
-  }
-};
-
-template <class V>
-struct Finish {
-  static constexpr int kFour = 4;  // tokens whose logits are under way while four are finished
-  const SwilaMix& op;
-  const Place& place;
-  Shared<V>& shared;
-  int thread = (int(threadIdx.x) - V::kStates) % 64, d = thread % V::kValues;
-
-  struct Logits {
-    float router[kFour][kMixtures], mix[kFour];
+  struct Factors {
+    Two prior, beta;
   };
-  // Of the four tokens from t of the row on.
-  __device__ void load(int t, Logits& to) const {
-    const float* const router = op.query_router.data + place.mixed(0, place.value + d);
-    const float* const mix = op.query_mix.data + place.channel(place.value + d);
+  __device__ void load(const typename Shared<V>::Keys& from, int t, Factors& to) const {
+    const int at = (t * kMixtures + first) * V::kValues + d;
 #pragma unroll
-    for (int i = 0; i < kFour; ++i) {
-      const int64_t token = place.begin + min(t + i, place.count - 1);
-#pragma unroll
-      for (int j = 0; j < kMixtures; ++j) {
-        to.router[i][j] = router[token * op.query_router.stride + j * kDim];
-      }
-      if (V::kTemporal) to.mix[i] = mix[token * op.query_mix.stride];
+    for (int j = 0; j < kOwn; ++j) {
+      to.prior[j] = from.router[at + j * V::kValues];
+      to.beta[j] = from.beta[at + j * V::kValues];
     }
   }
 
-  // Logits become rho of each token; `last` is the rho of the one before.
-  __device__ void priors(int t, float (&last)[kMixtures], Logits& x) const {
+  // r, and u = beta r delta, of one token from delta; r is the last one's before.
+  __device__ static void switch_mixtures(const Factors& in, const Two& delta, Two& r, Two& u) {
+    Two a;
 #pragma unroll
-    for (int i = 0; i < kFour; ++i) {
-      softmax(x.router[i]);
+    for (int j = 0; j < kOwn; ++j) {
+      const float half_delta = -0.5f * kLog2E * delta[j];
       if constexpr (V::kTemporal) {
-        const bool inside = t + i < place.count;
-        const float share = inside ? fast_sigmoid(x.mix[i]) : 0.0f;
-        const float keep = inside ? fast_sigmoid(-x.mix[i]) : 1.0f;
+        // A prior below the smallest number counts for nothing, so that the sum is one above it.
+        r[j] += in.prior[j];
+        a[j] = r[j] < 1.2e-38f ? -INFINITY : half_delta * delta[j];
+      } else {
+        a[j] = fmaf(half_delta, delta[j], in.prior[j]);
+      }
+      u[j] = in.beta[j] * delta[j];
+    }
+    float most = fmaxf(a[0], a[1]);
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
 #pragma unroll
-        for (int j = 0; j < kMixtures; ++j) {
-          last[j] = x.router[i][j] = fmaf(keep, last[j], share * x.router[i][j]);
+    for (int j = 0; j < kOwn; ++j) {
+      a[j] = exp2_fast(a[j] - most);
+      if constexpr (V::kTemporal) a[j] *= r[j];
+    }
+    float sum = a[0] + a[1];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    const float scale = reciprocal(sum);
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      u[j] = a[j] * u[j] * scale;
+      if constexpr (V::kTemporal) r[j] = a[j] * scale;
+    }
+  }
+
+  // R of the token that is next, `now`, and of those behind it, which lack what the token before it
+  // has written, `last`: that is taken out of them while `now` waits for its exponentials.
+  struct Window {
+    Two now, later[kTokens - 1], last;
+  };
+  __device__ void take(Window& R) const {
+    const float* const from = &shared.recalled[d * kMixtures];
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const float2 two = load_pair(from + t * V::kValues * kMixtures + (t & 2 ? 2 - first : first));
+      Two& to = t == 0 ? R.now : R.later[t == 0 ? 0 : t - 1];
+      to[0] = two.x;
+      to[1] = two.y;
+    }
+    R.last[0] = R.last[1] = 0;
+  }
+
+  // Eight tokens from t on, with kLater behind the first. All move on by one with each token.
+  template <int kLater>
+  __device__ void eight(const Stage<V>& in, const typename Shared<V>::Keys& keys, int t, Window& R,
+                        Two& r) const {
+    constexpr int kSets = V::kGated ? kOwn : 1;
+    const float* const gram = in.gram[V::kGated ? first : 0];
+    Factors factors;
+    load(keys, t, factors);
+#pragma unroll 1
+    for (const int end = t + 8; t < end; ++t) {
+      const int row = max(t - 1, 0) * kTokens, next = min(t, kTokens - 2) * kTokens + 1;
+      Two u, second;
+#pragma unroll
+      for (int n = 0; n < min(kLater + 2, kTokens); n += 4) {
+#pragma unroll
+        for (int set = 0; set < kSets; ++set) {
+          const float4 four = load4(gram + set * kGramSize + row + n);
+          const float G[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int later = n + i - 2;
+            if (later < 0 || later >= kLater) continue;
+#pragma unroll
+            for (int j = V::kGated ? set : 0; j < (V::kGated ? set + 1 : kOwn); ++j) {
+              float& to = later == 0 ? second[j] : R.later[later == 0 ? 0 : later - 1][j];
+              to = fmaf(-G[i], R.last[j], R.later[later][j]);
+            }
+          }
         }
       }
-    }
-  }
-
-  // The sums of squares over the warp's values of four tokens of the chunk from t on.
-  __device__ void square(const float (&out)[kFour], int t, float* sums) const {
-    float two[2];
-    const int lane = thread % 32;
+      if constexpr (kLater + 1 == kTokens) {  // the chunk's last, while `last` is none
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float low = out[i] * out[i], high = out[i + 2] * out[i + 2];
-      two[i] = (lane & 1 ? high : low) +
-               __shfl_xor_sync(0xffffffffu, lane & 1 ? low : high, 1);
-    }
-    float sum = (lane & 2 ? two[1] : two[0]) +
-                __shfl_xor_sync(0xffffffffu, lane & 2 ? two[0] : two[1], 2);
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (lane < 4) sums[t + lane % 2 * 2 + lane / 2] = sum;
-  }
-
-  __device__ float& answer(int t) const {
-    return shared.answers[(t * V::kValues + d) * kMixtures];
-  }
-  // Mixes the answers of four tokens of the chunk from t on.
-  __device__ void mix(const Logits& rho, int t, float* sums) const {
-    float out[kFour];
-#pragma unroll
-    for (int i = 0; i < kFour; ++i) {
-      const float4 four = load4(&answer(t + i));
-      const float of[4] = {four.x, four.y, four.z, four.w};
-      out[i] = 0;
-#pragma unroll
-      for (int j = 0; j < kMixtures; ++j) {
-        out[i] = fmaf(rho.router[i][j], of[(j + i) % kMixtures], out[i]);
+        for (int j = 0; j < kOwn; ++j) R.later[kLater - 2][j] = R.later[kLater - 1][j];
       }
-    }
-    if constexpr (V::kValues == kDim) square(out, t, sums);
+      switch_mixtures(factors, R.now, r, u);
+      load(keys, min(t + 1, kTokens - 1), factors);
 #pragma unroll
-    for (int i = 0; i < kFour; ++i) {
-      if (thread < V::kValues) answer(t + i) = out[i];
-    }
-  }
-
-  // What has been mixed, normed where the block has all of the head's values.
-  __device__ void write(int first, int turn, float weight) const {
-    float* const out = op.out.data + place.channel(place.value + d);
-    const int tokens = min(kTokens, place.count - first);
-    if (V::kValues == kDim) meet(kFinishBarrier, V::kLanes);  // all squares are there
-    if (thread >= V::kValues) return;
-#pragma unroll 4
-    for (int t = 0; t < tokens; ++t) {
-      float scale = 1;
-      if constexpr (V::kValues == kDim) {
-        const float squares = shared.squares[turn][0][t] + shared.squares[turn][1][t];
-        scale = weight * rsqrtf(squares / float(kDim) + op.norm_eps);
+      for (int j = 0; j < kOwn; ++j) {
+        R.now[j] = fmaf(-gram[(V::kGated ? j : 0) * kGramSize + next], u[j], second[j]);
+        R.last[j] = u[j];
       }
-      out[(place.begin + first + t) * op.out.stride] = answer(t) * scale;
+      const uint32_t both = pack(u[0], u[1]);
+      const half2 halves = *reinterpret_cast<const half2*>(&both);
+      shared.u[first][t * V::kWrittenPitch + d] = __low2half(halves);
+      shared.u[first + 1][t * V::kWrittenPitch + d] = __high2half(halves);
     }
   }
 
   __device__ void run() const {
     const int chunks = place.chunks();
-    const float weight = V::kValues == kDim ? op.norm_weight[d] : 1.0f;
-    float last[kMixtures];
-    begin_with<V>(op.prior, place, d, last);
-    Logits next;
-    load(0, next);
+    Two r;
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) r[j] = begin_with<V>(op.posterior, place, first + j, d);
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c) {
-      const int first = c * kTokens;
-#pragma unroll 1
-      for (int t = 0; t < kTokens; t += kFour) {
-        Logits rho = next;
-        load(first + t + kFour, next);
-        priors(first + t, last, rho);
-        if (t == 0) meet(kAnswered, V::kStates + V::kLanes);
-        mix(rho, t, shared.squares[c % 2][thread / 32]);
-      }
-      write(first, c % 2, weight);
-      if (c + 1 < chunks) arrive(kMixed, V::kStates + V::kLanes);
+      Window R;
+      wait_for(&shared.keys_ready[c % 2], c / 2);
+      meet(kRecalled + group, V::kOfGroup);
+      take(R);
+      warp_arrive(&shared.taken[group]);
+      eight<15>(shared.stage[c % V::kStages], shared.keys[c % 2], 0, R, r);
+      eight<7>(shared.stage[c % V::kStages], shared.keys[c % 2], 8, R, r);
+      arrive(kWritten + group, V::kOfGroup);
     }
-    if (thread < V::kValues) leave<V>(op.prior, place, d, last);
+    if constexpr (V::kTemporal) {
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) {
+        at(op.posterior, place.slot)[place.mixed(first + j, place.value + d)] = r[j];
+      }
+    }
   }
 };
 

@@ -49,6 +49,44 @@ int slice_of(const SwilaMix& op, const Context& context) {
   return slice;
 }
 
+// A tensor of float32 in boxes: sizes, innermost first, and strides of all but the first in bytes.
+template <int kRank>
+CUtensorMap map_of(float* data, const cuuint64_t (&size)[kRank],
+                   const cuuint64_t (&stride)[kRank - 1], const cuuint32_t (&box)[kRank],
+                   const Context& context) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  const cuuint32_t step[] = {1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = reinterpret_cast<Encode>(context.hopper.encode_map)(
+      &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, kRank, data, size, stride, box, step,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  WEIR_CHECK(result == CUDA_SUCCESS);
+  return map;
+}
+
+Maps maps_of(const SwilaMix& op, const Context& context, int slice) {
+  const cuuint64_t tokens = cuuint64_t(op.rows.tokens), all = cuuint64_t(op.heads) * kDim;
+  const auto channels = [&](const Acts& acts, int columns, int of_box) {
+    return map_of<2>(acts.data, {all, tokens}, {cuuint64_t(acts.stride) * sizeof(float)},
+                     {cuuint32_t(columns), cuuint32_t(of_box)}, context);
+  };
+  const auto mixed = [&](const Acts& acts) {
+    return map_of<3>(acts.data, {kDim, cuuint64_t(op.heads) * kMixtures, tokens},
+                     {kDim * sizeof(float), cuuint64_t(acts.stride) * sizeof(float)},
+                     {cuuint32_t(slice), kMixtures, kTokens}, context);
+  };
+  Maps maps{.raw = {channels(op.q, kDim, kRawTokens), channels(op.k, kDim, kRawTokens),
+                    channels(op.v, slice, kRawTokens)},
+            .key_router = mixed(op.key_router), .beta = mixed(op.beta),
+            .query_router = mixed(op.query_router)};
+  if (op.key_mix.data != nullptr) {
+    maps.key_mix = channels(op.key_mix, slice, kTokens);
+    maps.query_mix = channels(op.query_mix, slice, kTokens);
+  }
+  return maps;
+}
+
 bool served(const SwilaMix& op, const Context& context) {
   const auto aligned = [](const float* data, int64_t stride) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 4 == 0;
@@ -59,8 +97,8 @@ bool served(const SwilaMix& op, const Context& context) {
                            op.query_mix, op.decay_in, op.out}) {
     all = all && aligned(acts.data, acts.stride);
   }
-  return all && context.compute >= 90 && op.mixtures == kMixtures && op.dim == kDim &&
-         op.conv_width == kWidth;
+  return all && context.hopper.encode_map != nullptr && op.mixtures == kMixtures &&
+         op.dim == kDim && op.conv_width == kWidth;
 }
 
 }  // namespace
@@ -69,7 +107,7 @@ bool run(const SwilaMix& op, Context& context) {
   if (!served(op, context)) return false;
   const int slice = slice_of(op, context);
   const auto start = op.decay_in.data != nullptr ? start_gated : start_plain;
-  start(op, context, slice);
+  start(op, maps_of(op, context, slice), context, slice);
   const bool norm = slice != kDim;
   const int64_t work = norm ? int64_t(op.rows.tokens) * op.heads / 64 : 8;
   const int64_t most = std::max(8, 8 * context.multiprocessors / op.rows.count);

@@ -11,7 +11,8 @@ constexpr int kStepTokensMost = 32;
 bool run(const SwilaMix& op, Context& context);
 
 // Start the kernel with blocks of `slice` value dims of a head: 16, 32 or 64.
-void start_plain(const SwilaMix& op, Context& context, int slice);
-void start_gated(const SwilaMix& op, Context& context, int slice);
+struct Maps;
+void start_plain(const SwilaMix& op, const Maps& maps, Context& context, int slice);
+void start_gated(const SwilaMix& op, const Maps& maps, Context& context, int slice);
 
 }  // namespace weir::cuda::swila_chunk

@@ -1,88 +1,137 @@
 #pragma once
 #include "kernels/swila_chunk_cuda.cuh"
 #include "kernels/tensor_core.cuh"
+#include "kernels/wgmma_cuda.cuh"
 
 namespace weir::cuda::swila_chunk {
 
 // SwilaMix over rows of many tokens, in the exact blocked form of swila_chunk.h: one block per
-// (head, slice of its value dims, row), which takes 16 tokens at a time. Four kinds of warps pass a
-// chunk on:
-//   prepare  convolve, norm and decay queries, keys and values; the products between tokens, G, H
-//   state    hold S, 16 value dims of one mixture a warp, in registers through the whole row:
-//            R = v - S k of every token, S += U k', answers S q + H U. They also bring the
-//            logits of the chain's factors and turn them into those.
-//   chain    one thread a value dim, all its mixtures: r and u of one token after the other, four
-//            at a time: what earlier fours have left is taken out of R at once
-//   finish   one thread a value dim: mixes the answers with rho, norms and writes them
-// Only state -> chain -> state is a loop; the rest runs beside it.
-//
-// Loops are short on purpose: what a quarter of the multiprocessor does not keep of the four kinds'
-// code comes at eight instructions in 50 to 90 cycles.
+// (head, slice of its value dims, row), which takes 16 tokens at a time. The copy engine brings
+// inputs, and four kinds of warps pass a chunk on:
+//   convolve  queries, keys and values; the products between tokens, G and H. Gated: decays, keys
+//             and queries decayed, G and H of each mixture
+//   state     hold S, 16 or 32 value dims of one mixture a warp, in registers through the whole
+//             row: R = v - S k of every token, S += U k', answers S q + H U
+//   chain     two threads a value dim, two mixtures each, with the chunk's R in registers: r and u
+//             of one token after the other; what a token writes is taken out of R of those after it
+//   helpers   make factors of the chain's logits a chunk ahead; mix the answers with rho, norm and
+//             write them
+// Only state -> chain -> state is a loop; the rest runs beside it, a chunk ahead or behind.
 //
 // Floor, plain, of a head and token: 4 KB, 220 cycles of a multiprocessor's share of a copy; 27
-// products of 2,048 (35 cycles); the loop takes about 100 cycles a token by latency alone.
+// products of 2,048 (35 cycles); the loop takes about 140 cycles a token by latency alone.
 
 constexpr int kTokens = 16;             // of a chunk
 constexpr int kMixtures = 4, kDim = 64;  // the sizes that are served
 constexpr int kWidth = 4;               // of the convolution
+constexpr int kRawTokens = kTokens + kWidth - 1;  // with the convolution's past
 
 constexpr int kKeyPitch = kDim + 8, kTokenPitch = kTokens + 8;  // of halves
 constexpr int kLogPitch = kDim + 8;
+constexpr int kGramSize = (kTokens - 1) * kTokens;
 
 // What the block is made for: kValues of the head's value dims, 16, 32 or 64.
 template <bool gated, bool temporal, int values>
 struct Variant {
   static constexpr bool kGated = gated, kTemporal = temporal;
   static constexpr int kValues = values;
-  static constexpr int kSets = gated ? kMixtures : 1;   // of decayed keys
-  static constexpr int kLanes = (values + 31) / 32 * 32;  // threads of the chain; of finish
-  // Threads of each kind, in this order; chain and finish share 128.
-  static constexpr int kStates = 8 * values, kPreparers = gated ? 256 : 128;
-  static constexpr int kThreads = kStates + 128 + kPreparers;
-  static constexpr int kValuePitch = values + 4;
+  static constexpr int kSets = gated ? kMixtures : 1;  // of decayed keys
+  // Warps of each kind, in this order; the chain's are four, of which some may have nothing to do.
+  static constexpr int kTiles = values == 64 ? 2 : 1;  // of 16 values, of a state's warp
+  static constexpr int kHolders = kMixtures * values / (16 * kTiles);
+  static constexpr int kChains = values / 16, kHelpers = values == 64 ? 8 : 4;
+  static constexpr int kConvolvers = gated ? 8 : 4;
+  static constexpr int kFirstChain = kHolders, kFirstHelper = kFirstChain + 4;
+  static constexpr int kFirstConvolver = kFirstHelper + kHelpers;
+  static constexpr int kThreads = 32 * (kFirstConvolver + kConvolvers);
+  // The chain and the state pass on 32 values together.
+  static constexpr int kGroups = (values + 31) / 32;
+  static constexpr int kOfGroup = 32 * (kHolders + kChains) / kGroups;  // threads
+  static constexpr int kStages = gated ? 2 : 3;
+  static constexpr int kValuePitch = values + 4, kWrittenPitch = values + 8;
   static constexpr int kMixed = kTokens * values * kMixtures;
 };
 
-// What the preparing warps make of a chunk.
+// What is prepared of a chunk.
 template <class V>
 struct Stage {
   // Keys, and queries with their sign changed; gated: for each mixture, times exp(L).
-  half k[V::kSets][kTokens * kKeyPitch];
-  half q[V::kSets][kTokens * kKeyPitch];
-  half end[V::kGated ? kMixtures : 1][V::kGated ? kTokens * kKeyPitch : 8];  // k exp(last L - L)
-  float v[kTokens * V::kValuePitch];
-  float gram[V::kSets][kTokens * kTokens];      // G, [t][s], for s < t
-  half asked[V::kSets][kTokens * kTokenPitch];  // H, [t][s], zeros for s > t
-  float decay[V::kGated ? kMixtures : 1][V::kGated ? kDim : 4];  // of the state, by the chunk
-};
-
-// The chain's factors of a chunk: first logits, [token][value / 2][mixture][2], then what they
-// stand for, [token][value][mixture].
-template <class V>
-struct Factors {
-  // log2 of the prior but for a constant; temporal: the router's part of the prior.
-  alignas(16) float router[V::kMixed];
-  float beta[V::kMixed];
-  float keep[V::kTemporal ? kTokens * V::kValues : 4];  // of the last posterior, in the prior
+  alignas(16) half k[V::kSets][kTokens * kKeyPitch];
+  alignas(16) half q[V::kSets][kTokens * kKeyPitch];
+  alignas(16) half end[V::kGated ? kMixtures : 1][V::kGated ? kTokens * kKeyPitch : 8];  // until
+  alignas(16) float gram[V::kSets][kGramSize];  // G: of token s + n with s at [s][n]
+  alignas(16) half asked[V::kSets][kTokens * kTokenPitch];    // H, [t][s], zeros for s > t
+  alignas(16) float decay[V::kGated ? kMixtures : 1][V::kGated ? kDim : 4];  // by the chunk
 };
 
 template <class V>
 struct Shared {
-  Stage<V> stage[2];
-  Factors<V> factors[2];
-  // [token][value][mixture], the four mixtures of token t turned by t: R, which the chain replaces
-  // by u, not turned; the answers, whose first the finish replaces by their mixture.
-  float recalled[V::kMixed];
-  float answers[V::kMixed];
-  half u[kMixtures * V::kValues * kTokenPitch];  // [mixture][value][token]
-  float squares[2][V::kLanes / 32][kTokens];
-  float key_taps[2][kWidth][kDim];               // of queries and keys
-  float value_taps[kWidth][V::kValues];
-  // Gated only: keys and queries before any decay, <q_t, k_t>, and L in powers of two.
-  half plain_k[V::kGated ? kTokens * kKeyPitch : 8];
-  half plain_q[V::kGated ? kTokens * kKeyPitch : 8];
-  float diagonal[kTokens];
-  float logs[V::kGated ? kMixtures : 1][V::kGated ? kTokens * kLogPitch : 4];
+  // What the copy engine brings: projections from three tokens before the chunk on, and logits,
+  // [token][mixture][value], which become factors where they lie.
+  alignas(128) float raw[2][kRawTokens * kDim];       // queries, keys
+  alignas(128) float raw_v[kRawTokens * V::kValues];
+  struct Keys {
+    alignas(128) float router[V::kMixed];  // log2 of the prior but for a constant, see Chain
+    alignas(128) float beta[V::kMixed];
+  };
+  Keys keys[2];
+  alignas(128) float query_router[V::kMixed];
+  static constexpr int kMix = V::kTemporal ? kTokens * V::kValues : 32;
+  alignas(128) float key_mix[kMix];
+  alignas(128) float query_mix[kMix];
+
+  Stage<V> stage[V::kStages];
+  alignas(16) float v[kTokens * V::kValuePitch];
+  // R, later the answers: [token][value][mixture], pairs of mixtures swapped where t & 2.
+  alignas(16) float recalled[V::kMixed];
+  alignas(16) half u[kMixtures][kTokens * V::kWrittenPitch];  // [token][value]
+  alignas(16) float key_taps[2][kWidth][kDim];                // of queries and keys
+  alignas(16) float value_taps[kWidth][V::kValues];
+  // Gated only: keys and queries before any decay, and L in powers of two.
+  alignas(16) half plain_k[V::kGated ? kTokens * kKeyPitch : 8];
+  alignas(16) half plain_q[V::kGated ? kTokens * kKeyPitch : 8];
+  alignas(16) float logs[V::kGated ? kMixtures : 1][V::kGated ? kTokens * kLogPitch : 4];
+
+  // Barriers: there, and read.
+  uint64_t raw_full[3], keys_full[2], query_full;   // by the copy engine
+  uint64_t keys_ready[2], v_full, v_empty, full[V::kStages], empty[V::kStages];
+  uint64_t taken[V::kGroups];                       // R is in the chain's registers
+  uint64_t answered, mixed;
+
+  __device__ void init() {
+    const auto init = [](uint64_t& one, int arrivals) {
+      barrier_init(shared_address(&one), uint32_t(arrivals));
+    };
+    for (uint64_t& one : raw_full) init(one, 1);
+    for (int i = 0; i < 2; ++i) {
+      init(keys_full[i], 1);
+      init(keys_ready[i], V::kHelpers);
+    }
+    for (uint64_t& one : full) init(one, V::kConvolvers);
+    for (uint64_t& one : empty) init(one, V::kHolders);
+    init(query_full, 1);
+    init(v_full, V::kConvolvers);
+    init(v_empty, V::kHolders);
+    for (uint64_t& one : taken) init(one, V::kChains / V::kGroups);
+    init(answered, V::kHolders);
+    init(mixed, V::kHelpers);
+    barrier_init_done();
+  }
+};
+
+// Has the copy engine bring a box; the barrier was told to expect it. Coordinates: innermost first.
+template <typename... Coordinates>
+__device__ inline void bring_box(float* to, const CUtensorMap& map, uint32_t full,
+                                 Coordinates... from) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  copy_box(shared_address(to), map, from..., full, kReadOnce);
+#endif
+}
+
+// Boxes of the inputs: of projections kRawTokens tokens and a head's (values: the slice's)
+// channels; of logits the slice's values of all mixtures and kTokens tokens.
+struct Maps {
+  CUtensorMap raw[3], key_router, beta, query_router, key_mix, query_mix;
 };
 
 // Where the block is.
@@ -100,15 +149,76 @@ struct Place {
   __device__ int64_t channel(int dim) const { return int64_t(head) * kDim + dim; }
 };
 
-// Barriers of the block; 0 is __syncthreads()'s. Those of two stages are two each.
-constexpr int kPrepareBarrier = 1, kFinishBarrier = 2, kFull = 3, kEmpty = 5, kRecalled = 7,
-              kWritten = 8, kAnswered = 9, kMixed = 10;
+// Named barriers; 0 is __syncthreads()'s. The first two have one for each group of values, the last
+// one for each mixture.
+constexpr int kRecalled = 1, kWritten = 3, kConvolved = 5, kHelped = 6, kPaired = 7;
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-__device__ inline float reciprocal(float x) { return __fdividef(1.0f, x); }
+// All of a warp's reads and writes before are done.
+__device__ inline void warp_arrive(uint64_t* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(barrier));
+}
+// Returns when the phase is complete. The thread may sleep until then, so that it takes no time
+// from those that work.
+__device__ inline void wait_for(const uint64_t* barrier, int phase) {
+#if __CUDA_ARCH__ >= 900
+  constexpr uint32_t kNanoseconds = 10000000;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(uint32_t(phase) & 1), "r"(kNanoseconds)
+      : "memory");
+#endif
+}
+
+// Until the state needs no more of what lay where chunk n will.
+template <class V>
+__device__ inline void await_stage(const Shared<V>& shared, int n) {
+  if (n >= V::kStages) wait_for(&shared.empty[n % V::kStages], n / V::kStages - 1);
+}
+
+__device__ inline float4 load4(const float* from) { return *reinterpret_cast<const float4*>(from); }
+__device__ inline float2 load_pair(const float* from) {
+  return *reinterpret_cast<const float2*>(from);
+}
+
+__device__ inline float2 load_halves(const half* from) {
+  return unpack(*reinterpret_cast<const uint32_t*>(from));
+}
+
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float rsqrt_fast(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ inline float fast_sigmoid(float x) {
   return reciprocal(1.0f + exp2_fast(-kLog2E * x));
+}
+// x becomes sigmoid(x), not below 2^-30: one division for four, whose product a float holds.
+__device__ inline void sigmoids(float (&x)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = 1.0f + exp2_fast(fminf(-kLog2E * x[i], 30.0f));
+  const float low = x[0] * x[1], high = x[2] * x[3], all = reciprocal(low * high);
+  const float of_low = all * high, of_high = all * low;
+  const float y[4] = {of_low * x[1], of_low * x[0], of_high * x[3], of_high * x[2]};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = y[i];
 }
 // x becomes softmax(x).
 __device__ inline void softmax(float (&x)[kMixtures]) {
@@ -118,17 +228,6 @@ __device__ inline void softmax(float (&x)[kMixtures]) {
   const float scale = reciprocal((x[0] + x[1]) + (x[2] + x[3]));
 #pragma unroll
   for (int j = 0; j < kMixtures; ++j) x[j] *= scale;
-}
-
-// What lane l gives load_matrices() for a fragment whose first number is at `at`.
-__device__ inline uint32_t rows_of_a(const half* at, int pitch) {
-  const int lane = threadIdx.x % 32;
-  return shared_address(at + (lane % 16) * pitch + lane / 16 * 8);
-}
-// Of two neighbouring B whose columns are rows in memory.
-__device__ inline uint32_t rows_of_b(const half* at, int pitch) {
-  const int lane = threadIdx.x % 32;
-  return shared_address(at + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8);
 }
 
 }  // namespace weir::cuda::swila_chunk

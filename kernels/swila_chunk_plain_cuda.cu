@@ -2,9 +2,9 @@
 
 namespace weir::cuda::swila_chunk {
 
-void start_plain(const SwilaMix& op, Context& context, int slice) {
-  op.key_mix.data != nullptr ? start_slice<false, true>(op, context, slice)
-                             : start_slice<false, false>(op, context, slice);
+void start_plain(const SwilaMix& op, const Maps& maps, Context& context, int slice) {
+  op.key_mix.data != nullptr ? start_slice<false, true>(op, maps, context, slice)
+                             : start_slice<false, false>(op, maps, context, slice);
 }
 
 }  // namespace weir::cuda::swila_chunk

@@ -1,36 +1,24 @@
 #pragma once
 #include "kernels/swila_chunk_layout.cuh"
 
-// The preparing warps: from raw projections to what the state needs of a chunk.
+// The warps that make queries, keys and values of raw projections.
 namespace weir::cuda::swila_chunk {
 
-__device__ inline float4 load4(const float* from) { return *reinterpret_cast<const float4*>(from); }
 __device__ inline void store_halves(half* to, float4 x) {
   *reinterpret_cast<uint2*>(to) = {pack(x.x, x.y), pack(x.z, x.w)};
 }
-__device__ inline float2 load_pair(const float* from) {
-  return *reinterpret_cast<const float2*>(from);
-}
-__device__ inline float2 load_halves(const half* from) {
-  return unpack(*reinterpret_cast<const uint32_t*>(from));
-}
-
-// log2(exp(softplus(x))). log(1 + e) is its series where 1 + e would lose e.
-__device__ inline float log2_softplus(float x) {
-  const float e = exp2_fast(fminf(kLog2E * x, 126.0f));
-  const float series = kLog2E * e * (1.0f - e * (0.5f - e * (1.0f / 3.0f)));
-  return x > 30.0f ? kLog2E * x : e < 0.015625f ? series : __log2f(1.0f + e);
-}
 
 template <class V>
-struct Preparer {
-  static constexpr int kThreads = V::kPreparers, kWarps = kThreads / 32;
+struct Convolver {
+  static constexpr int kRun = 4;  // neighbouring tokens that a thread has at one time
+  static constexpr int kThreads = 32 * V::kConvolvers;
   const SwilaMix& op;
+  const Maps& maps;
   const Place& place;
   Shared<V>& shared;
-  int thread = int(threadIdx.x) - V::kStates - 128;
+  int warp = int(threadIdx.x) / 32 - V::kFirstConvolver, lane = int(threadIdx.x) % 32;
 
-  __device__ static void meet_preparers() { meet(kPrepareBarrier, kThreads); }
+  __device__ static void meet_convolvers() { meet(kConvolved, kThreads); }
 
   // Taps of all channels of the block, by all its threads.
   __device__ static void keep_taps(const SwilaMix& op, const Place& place, Shared<V>& shared) {
@@ -44,276 +32,188 @@ struct Preparer {
     }
   }
 
-  // Sixteen neighbouring threads have four channels each of one token; the queries of the chunk,
-  // its keys and its values are kTurns turns each of all threads.
-  static constexpr int kTurns = kTokens * 16 / kThreads;
-  __device__ int channel() const { return thread % 16 * 4; }
-  __device__ int token_of(int turn) const {
-    return thread / 16 + turn % kTurns * (kThreads / 16);
-  }
-  struct Inputs {
-    float4 x[kWidth];
-  };
-
-  // What a turn convolves, in the chunk that begins at `first`; zeros behind the row's end.
-  __device__ void load(int first, int turn, Inputs& to) const {
-    const int which = turn / kTurns, t = first + token_of(turn);
-    const Acts in = which == 0 ? op.q : which == 1 ? op.k : op.v;
-    const int c = channel() + (which == 2 ? place.value : 0);
-    const int64_t column = place.channel(c), all = int64_t(op.heads) * kDim;
-    const bool inside = t < place.count && (which < 2 || channel() < V::kValues);
-    const float* const past = op.history.data + int64_t(place.slot) * op.history.stride +
-                              which * all + column;
-    const float* const now = in.data + column;
+  // Asks for the raw projections of chunk n, queries, keys and values, from three tokens before it
+  // on. What is not the row's own is some other row's, or zero: see add_past(), and it is not kept
+  // behind the row's end.
+  __device__ void bring(int n) const {
+    if (n >= place.chunks()) return;
+    if (threadIdx.x == 32 * V::kFirstConvolver) {
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      const int source = t - (kWidth - 1) + j;
-      const bool here = source >= 0, known = inside && (here || !place.fresh);
-      const float* from = here ? now + (place.begin + source) * in.stride
-                               : past + (source + kWidth - 1) * 3 * all;
-      to.x[j] = known ? load4(from) : float4{0, 0, 0, 0};
-    }
-  }
-
-  // silu(conv(x)), taps [kWidth][pitch].
-  __device__ static float4 convolve(const Inputs& in, const float* taps, int pitch) {
-    float4 y{0, 0, 0, 0};
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      const float4 tap = load4(taps + j * pitch);
-      y.x += tap.x * in.x[j].x;
-      y.y += tap.y * in.x[j].y;
-      y.z += tap.z * in.x[j].z;
-      y.w += tap.w * in.x[j].w;
-    }
-    return {y.x * fast_sigmoid(y.x), y.y * fast_sigmoid(y.y), y.z * fast_sigmoid(y.z),
-            y.w * fast_sigmoid(y.w)};
-  }
-
-  __device__ static float dot(float4 a, float4 b) {
-    return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
-  }
-  __device__ static float sum_of_token(float x) {
-#pragma unroll
-    for (int step = 8; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-    return x;
-  }
-  __device__ static float4 scaled(float4 a, float by) {
-    return {a.x * by, a.y * by, a.z * by, a.w * by};
-  }
-
-  // Queries, keys and values of the chunk that begins at `first`. `next` has the first turn's
-  // inputs, and in the end those of the next chunk.
-  __device__ void vectors(int first, Stage<V>& to, Inputs& next) const {
-    float4 query{0, 0, 0, 0};
-#pragma unroll 1
-    for (int turn = 0; turn < 3 * kTurns; ++turn) {
-      const Inputs in = next;
-      const bool last = turn + 1 == 3 * kTurns;
-      load(last ? first + kTokens : first, last ? 0 : turn + 1, next);
-      const int which = turn / kTurns, t = token_of(turn);
-      if (which == 2) {
-        if (channel() >= V::kValues) continue;
-        *reinterpret_cast<float4*>(&to.v[t * V::kValuePitch + channel()]) =
-            convolve(in, &shared.value_taps[0][channel()], V::kValues);
-        continue;
-      }
-      float4 x = convolve(in, &shared.key_taps[which][0][channel()], kDim);
-      x = scaled(x, rsqrtf(sum_of_token(dot(x, x)) + 1e-6f));
-      const int at = t * kKeyPitch + channel();
-      if constexpr (V::kGated) {
-        static_assert(kTurns == 1);
-        store_halves(&(which == 0 ? shared.plain_q : shared.plain_k)[at], x);
-        const float both = sum_of_token(dot(query, x));
-        if (which == 1 && channel() == 0) shared.diagonal[t] = both;
-        query = x;
-      } else {
-        store_halves(&(which == 0 ? to.q : to.k)[0][at], which == 0 ? scaled(x, -1) : x);
+      for (int of = 0; of < 3; ++of) {
+        const uint32_t full = shared_address(&shared.raw_full[of]);
+        const int channel = place.head * kDim + (of == 2 ? place.value : 0);
+        barrier_expect(full, kRawTokens * (of == 2 ? V::kValues : kDim) * sizeof(float));
+        bring_box(raw_of(of), maps.raw[of], full, channel,
+                  place.begin + n * kTokens - (kWidth - 1));
       }
     }
+    __syncwarp();
+  }
+  __device__ float* raw_of(int of) const { return of == 2 ? shared.raw_v : shared.raw[of]; }
+  // By one warp: the row's past before its first token; zeros where there is none.
+  __device__ void add_past(int of) const {
+    const int width = of == 2 ? V::kValues : kDim;
+    const int64_t all = int64_t(op.heads) * kDim;
+    const float* const past = at(op.history, place.slot) + of * all +
+                              place.channel(of == 2 ? place.value : 0);
+    float* const to = raw_of(of);
+    for (int i = lane; i < (kWidth - 1) * width; i += 32) {
+      to[i] = place.fresh ? 0.0f : past[i / width * 3 * all + i % width];
+    }
+    publish_to_copy_engine();
   }
 
-  // Not gated: G by the first warp, H by the second.
-  __device__ void products(Stage<V>& to) const {
-    const int warp = thread / 32, lane = thread % 32, g = lane / 4, p = lane % 4 * 2;
-    if (warp > 1) return;
-    const uint32_t left = rows_of_a(warp == 0 ? to.k[0] : to.q[0], kKeyPitch);
-    const uint32_t right = rows_of_b(to.k[0], kKeyPitch);
-    float sum[2][4] = {};
+  // silu(conv(x)) of kRun tokens from the kRun + 3 at `raw` on, in place of the first of x.
+  __device__ static void convolve(const float* raw, int pitch, const float* taps,
+                                  float4 (&x)[kRun + kWidth - 1]) {
+#pragma unroll
+    for (int i = 0; i < kRun + kWidth - 1; ++i) x[i] = load4(raw + i * pitch);
+    float4 tap[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) tap[j] = load4(taps + j * pitch);
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      float4 y{0, 0, 0, 0};
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        y.x = fmaf(tap[j].x, x[i + j].x, y.x);
+        y.y = fmaf(tap[j].y, x[i + j].y, y.y);
+        y.z = fmaf(tap[j].z, x[i + j].z, y.z);
+        y.w = fmaf(tap[j].w, x[i + j].w, y.w);
+      }
+      float s[4] = {y.x, y.y, y.z, y.w};
+      sigmoids(s);
+      x[i] = {y.x * s[0], y.y * s[1], y.z * s[2], y.w * s[3]};
+    }
+  }
+
+  // sum[i] of sixteen neighbouring lanes, of which each then has the sum of one i: that of
+  // 2 (l & 1) + (l & 2) / 2.
+  __device__ float sum_of_tokens(const float (&sum)[kRun]) const {
+    float two[2];
+    const bool one = lane & 1, second = lane & 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      two[i] = (one ? sum[i + 2] : sum[i]) +
+               __shfl_xor_sync(0xffffffffu, one ? sum[i] : sum[i + 2], 1);
+    }
+    float all = (second ? two[1] : two[0]) +
+                __shfl_xor_sync(0xffffffffu, second ? two[0] : two[1], 2);
+    all += __shfl_xor_sync(0xffffffffu, all, 4);
+    return all + __shfl_xor_sync(0xffffffffu, all, 8);
+  }
+  __device__ int lane_of_token(int i) const { return (lane & 16) + i / 2 + i % 2 * 2; }
+
+  // x becomes neighbouring queries (which = 0) or keys, at `to`; zeros from token `count` on.
+  __device__ void store_keys(int which, float4 (&x)[kRun + kWidth - 1], half* to,
+                             int count) const {
+    float squares[kRun];
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      squares[i] = x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
+    }
+    float scale = rsqrt_fast(sum_of_tokens(squares) + 1e-6f);
+    if (!V::kGated && which == 0) scale = -scale;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      const float by = __shfl_sync(0xffffffffu, scale, lane_of_token(i));
+      const bool inside = i < count;
+      const float4 y{inside ? x[i].x * by : 0, inside ? x[i].y * by : 0,
+                     inside ? x[i].z * by : 0, inside ? x[i].w * by : 0};
+      store_halves(&to[i * kKeyPitch], y);
+    }
+  }
+  __device__ half* keys_of(int which, int n) const {
+    if constexpr (V::kGated) return which == 0 ? shared.plain_q : shared.plain_k;
+    Stage<V>& stage = shared.stage[n % V::kStages];
+    return which == 0 ? stage.q[0] : stage.k[0];
+  }
+
+  // One of six turns of chunk n: eight tokens' queries, keys or values. Sixteen lanes have four
+  // channels each of four tokens.
+  __device__ void turn(int n, int number) const {
+    const int which = number / 2, channel = lane % 16 * 4;
+    const bool value = which == 2;
+    const int first = number % 2 * 8 + lane / 16 * kRun, pitch = value ? V::kValues : kDim;
+    const int count = place.count - n * kTokens - first;
+    wait_for(&shared.raw_full[which], n);
+    if (channel >= pitch) return;
+    float4 x[kRun + kWidth - 1];
+    convolve(raw_of(which) + first * pitch + channel, pitch,
+             (value ? shared.value_taps[0] : shared.key_taps[which][0]) + channel, x);
+    if (!value) {
+      store_keys(which, x, &keys_of(which, n)[first * kKeyPitch + channel], count);
+      return;
+    }
+    if (n > 0) wait_for(&shared.v_empty, n - 1);
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      const float4 y = i < count ? x[i] : float4{0, 0, 0, 0};
+      *reinterpret_cast<float4*>(&shared.v[(first + i) * V::kValuePitch + channel]) = y;
+    }
+  }
+
+  // sum = A B' of 16 tokens each, halves.
+  __device__ static void product(const half* left, const half* right, float (&sum)[2][4]) {
+    const uint32_t rows = rows_of_a(left, kKeyPitch), columns = rows_of_b(right, kKeyPitch);
 #pragma unroll
     for (int i = 0; i < kDim; i += 16) {
       uint32_t a[4], b[4];
-      load_matrices(a, left + 2 * i);
-      load_matrices(b, right + 2 * i);
+      load_matrices(a, rows + 2 * i);
+      load_matrices(b, columns + 2 * i);
       multiply(sum[0], a, b[0], b[1]);
       multiply(sum[1], a, b[2], b[3]);
     }
+  }
+  // H, or G.
+  __device__ void products(bool asked, Stage<V>& stage) const {
+    const int g = lane / 4, p = lane % 4 * 2;
+    float sum[2][4] = {};
+    product(asked ? stage.q[0] : stage.k[0], stage.k[0], sum);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int t = g + 8 * h, s = 8 * n + p;
-        if (warp == 0) {
-          *reinterpret_cast<float2*>(&to.gram[0][t * kTokens + s]) = {sum[n][2 * h],
-                                                                      sum[n][2 * h + 1]};
+        const float one = sum[n][2 * h], two = sum[n][2 * h + 1];
+        if (!asked) {
+          if (t > s) stage.gram[0][s * kTokens + t - s] = one;
+          if (t > s + 1) stage.gram[0][(s + 1) * kTokens + t - s - 1] = two;
         } else {
-          *reinterpret_cast<uint32_t*>(&to.asked[0][t * kTokenPitch + s]) =
-              pack(s <= t ? -sum[n][2 * h] : 0.0f, s + 1 <= t ? -sum[n][2 * h + 1] : 0.0f);
+          *reinterpret_cast<uint32_t*>(&stage.asked[0][t * kTokenPitch + s]) =
+              pack(s <= t ? -one : 0.0f, s + 1 <= t ? -two : 0.0f);
         }
       }
     }
   }
 
-  // Gated: warps j and j + 4 have mixture j, each 32 of its key dims, one a lane.
-  __device__ int mixture() const { return thread / 32 % kMixtures; }
-  __device__ int key_dim() const { return thread / (32 * kMixtures) * 32 + thread % 32; }
-
-  // The log decays' sums L from the chunk's start.
-  __device__ void decays(int first) const {
-    const int64_t column = place.mixed(mixture(), key_dim());
-    const float shift = op.dt_bias[column];
-    const float a = op.decay_a[place.head * kMixtures + mixture()];
-    const float* const in = op.decay_in.data + column;
-    const auto load = [&](int t) {
-      return in[(place.begin + min(first + t, place.count - 1)) * op.decay_in.stride];
-    };
-    constexpr int kFour = 4;
-    float sum = 0, next[kFour];
-#pragma unroll
-    for (int i = 0; i < kFour; ++i) next[i] = load(i);
-#pragma unroll 1
-    for (int t = 0; t < kTokens; t += kFour) {
-      float x[kFour];
-#pragma unroll
-      for (int i = 0; i < kFour; ++i) {
-        x[i] = a * log2_softplus(next[i] + shift);
-        next[i] = load(t + kFour + i);
-      }
-#pragma unroll
-      for (int i = 0; i < kFour; ++i) {
-        if (first + t + i < place.count) sum -= x[i];
-        shared.logs[mixture()][(t + i) * kLogPitch + key_dim()] = sum;
-      }
+  // Brings the first chunk, with the row's past.
+  __device__ void start() const {
+    bring(0);
+    if (warp < 3) {
+      wait_for(&shared.raw_full[warp], 0);
+      add_past(warp);
     }
+    meet_convolvers();
   }
-
-  // Keys and queries as the state meets them: decayed since the chunk's start, or until its end.
-  __device__ void decay_keys(Stage<V>& to) const {
-    const int j = mixture(), c = key_dim();
-    const float* const logs = &shared.logs[j][c];
-    const float last = logs[(kTokens - 1) * kLogPitch];
-#pragma unroll 4
-    for (int t = 0; t < kTokens; ++t) {
-      const int at = t * kKeyPitch + c;
-      const float k = __half2float(shared.plain_k[at]), q = __half2float(shared.plain_q[at]);
-      const float L = logs[t * kLogPitch];
-      const float since = exp2_fast(L), until = exp2_fast(last - L);
-      to.k[j][at] = __float2half_rn(k * since);
-      to.q[j][at] = __float2half_rn(-q * since);
-      to.end[j][at] = __float2half_rn(k * until);
-    }
-    to.decay[j][c] = exp2_fast(last);
-  }
-
-  // Gated: G and H of mixture j for all t > s such that t lies in the upper and s in the lower half
-  // of one run of 2 half tokens: both operands are decayed to the lower half's last token, behind
-  // it on the left, up to it on the right, so that no exponent is positive. half = 1, 2, 4, 8 have
-  // each pair once. Left are the keys over the queries of the eight t, right are the eight s.
-  __device__ void level(int half, Stage<V>& to) const {
-    const int lane = thread % 32, g = lane / 4, p = lane % 4 * 2, j = mixture();
-    const auto run = [half](int i) { return (i & -half) * 2; };
-    const int s = run(g) + (g & (half - 1)), t = s + half, middle = run(g) + half - 1;
-    const float* logs = shared.logs[j];
-    float sum[4] = {};
-#pragma unroll 1
-    for (int i = 0; i < kDim; i += 16) {
-      uint32_t left[4], right[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int c = i + 8 * h + p;
-        const float2 end = load_pair(logs + middle * kLogPitch + c);
-        const float2 Lt = load_pair(logs + t * kLogPitch + c);
-        const float2 Ls = load_pair(logs + s * kLogPitch + c);
-        const float2 since{exp2_fast(Lt.x - end.x), exp2_fast(Lt.y - end.y)};
-        const float2 until{exp2_fast(end.x - Ls.x), exp2_fast(end.y - Ls.y)};
-        const float2 k = load_halves(&shared.plain_k[t * kKeyPitch + c]);
-        const float2 q = load_halves(&shared.plain_q[t * kKeyPitch + c]);
-        const float2 key = load_halves(&shared.plain_k[s * kKeyPitch + c]);
-        left[2 * h] = pack(k.x * since.x, k.y * since.y);
-        left[2 * h + 1] = pack(q.x * since.x, q.y * since.y);
-        right[h] = pack(key.x * until.x, key.y * until.y);
-      }
-      multiply(sum, left, right[0], right[1]);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int n = p + i, from = run(n) + (n & (half - 1));
-      if (run(n) != run(g)) continue;
-      to.gram[j][t * kTokens + from] = sum[i];
-      to.asked[j][t * kTokenPitch + from] = __float2half_rn(sum[2 + i]);
-      to.asked[j][from * kTokenPitch + t] = __float2half_rn(0.0f);
-    }
-  }
-
-  __device__ void gated_products(Stage<V>& to) const {
-    const bool upper = thread >= kThreads / 2;
-#pragma unroll 1
-    for (int half = upper ? 2 : 8; half > (upper ? 0 : 2); half /= 2) level(half, to);
-    const int t = thread % 32;
-    if (upper && t < kTokens) {
-      to.asked[mixture()][t * kTokenPitch + t] = __float2half_rn(shared.diagonal[t]);
-    }
-  }
-
-  // Has a later chunk's inputs brought to the L2 cache, but for those that are fetched early, by
-  // the blocks of a head's first slice.
-  __device__ void prefetch(int first) const {
-    constexpr int kLine = 32, kOfVector = kDim / kLine, kOfMixed = kMixtures * kOfVector;
-    constexpr int kDecays = 3 * kOfVector + kOfMixed;  // the first of their lines
-    constexpr int kLines = kDecays + (V::kGated ? kOfMixed : 0);
-    if (place.value != 0) return;
-#pragma unroll 1
-    for (int i = thread; i < kTokens * kLines; i += kThreads) {
-      const int t = first + i / kLines, line = i % kLines;
-      if (t >= place.count) return;
-      Acts in = op.query_router;
-      int64_t column = place.mixed(0, 0) + (line - 3 * kOfVector) * kLine;
-      if (line < 3 * kOfVector) {
-        in = line < kOfVector ? op.q : line < 2 * kOfVector ? op.k : op.v;
-        column = place.channel(line % kOfVector * kLine);
-      } else if (line >= kDecays) {
-        in = op.decay_in;
-        column -= kOfMixed * kLine;
-      }
-      prefetch_line(at(in, place.begin + t) + column);
-    }
-  }
-
+  // Four warps: two have queries and values, two keys and products.
   __device__ void run() const {
-    constexpr int kAhead = 3;  // chunks that the cache is asked for beforehand
     const int chunks = place.chunks();
-    Inputs next;
-    load(0, 0, next);
+    start();
 #pragma unroll 1
-    for (int c = 0; c < chunks; ++c) {
-      Stage<V>& to = shared.stage[c % 2];
-      const int first = c * kTokens;
-      if (c >= 2) {
-        meet(kEmpty + c % 2, V::kStates + kThreads);
+    for (int n = 0; n < chunks; ++n) {
+      await_stage(shared, n);
+      turn(n, warp);
+      meet_convolvers();  // all keys are there
+      if (warp < 2) {
+        turn(n, 4 + warp);
       } else {
-        meet_preparers();
+        products(warp == 2, shared.stage[n % V::kStages]);
       }
-      prefetch(first + kAhead * kTokens);
-      if constexpr (V::kGated) decays(first);
-      vectors(first, to, next);
-      meet_preparers();
-      if constexpr (V::kGated) {
-        decay_keys(to);
-        gated_products(to);
-      } else {
-        products(to);
-      }
-      arrive(kFull + c % 2, V::kStates + kThreads);
+      warp_arrive(&shared.v_full);
+      warp_arrive(&shared.full[n % V::kStages]);
+      meet_convolvers();  // what was raw has been read
+      bring(n + 1);
     }
   }
 };

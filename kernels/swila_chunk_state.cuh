@@ -1,242 +1,248 @@
 #pragma once
-#include "kernels/swila_chunk_prepare.cuh"
+#include "kernels/swila_chunk_layout.cuh"
 
-// The warps that hold the state, 16 value dims of one mixture each with all keys, and bring the
-// chain's factors.
+// The warps that hold the state: 16 or 32 value dims of one mixture each, with all keys.
 namespace weir::cuda::swila_chunk {
 
 template <class V>
 struct StateWarp {
-  static constexpr int kTiles = kDim / 8, kTokenTiles = kTokens / 8;
+  static constexpr int kTiles = V::kTiles, kKeyTiles = kDim / 8, kTokenTiles = kTokens / 8;
+  // Registers for R of all tiles are too few: they are put, one at a time, where R will be.
+  static constexpr bool kPark = kTiles > 1;
+  static constexpr int kAtOnce = kPark ? 1 : kTiles;
+  using Answers = float[kTiles][kTokenTiles][4];  // [value, token]
   const SwilaMix& op;
   const Place& place;
   Shared<V>& shared;
   int mixture, value;   // the warp's, of the slice
   int g, p;             // the lane's row and column of a fragment
-  float S[kTiles][4];         // [value, key]
-  float R[kTokenTiles][4];    // [value, token]
-  float O[kTokenTiles][4];    // [value, token]
+  float S[kTiles][kKeyTiles][4];  // [value, key]
 
   __device__ StateWarp(const SwilaMix& op, const Place& place, Shared<V>& shared)
       : op(op), place(place), shared(shared), mixture(threadIdx.x / 32 % kMixtures),
-        value(threadIdx.x / (32 * kMixtures) * 16), g(threadIdx.x % 32 / 4),
+        value(threadIdx.x / (32 * kMixtures) * 16 * kTiles), g(threadIdx.x % 32 / 4),
         p(threadIdx.x % 4 * 2) {}
+  __device__ const Stage<V>& stage(int chunk) const { return shared.stage[chunk % V::kStages]; }
+  __device__ int group() const { return value / 32; }
+  __device__ int set() const { return V::kGated ? mixture : 0; }
 
-  __device__ float* state_row(int half_row) const {
-    const int64_t row = place.mixed(mixture, place.value + value + g + 8 * half_row);
-    return at(op.state, place.slot) + row * kDim + p;
+  // Visits the lane's pairs of the state in memory.
+  template <typename Visit>
+  __device__ void each_pair(const Visit& visit) {
+    float* const row = at(op.state, place.slot) +
+                       place.mixed(mixture, place.value + value + g) * kDim + p;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+          visit(*reinterpret_cast<float2*>(row + (16 * m + 8 * h) * kDim + 8 * n),
+                S[m][n][2 * h], S[m][n][2 * h + 1]);
+        }
+      }
+    }
   }
   __device__ void load() {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float* const row = state_row(h);
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const float2 pair = place.fresh ? float2{0, 0} : load_pair(row + 8 * n);
-        S[n][2 * h] = pair.x;
-        S[n][2 * h + 1] = pair.y;
-      }
-    }
+    each_pair([&](const float2& from, float& low, float& high) {
+      const float2 pair = place.fresh ? float2{0, 0} : from;
+      low = pair.x;
+      high = pair.y;
+    });
   }
-  __device__ void store() const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float* const row = state_row(h);
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        *reinterpret_cast<float2*>(row + 8 * n) = {S[n][2 * h], S[n][2 * h + 1]};
-      }
-    }
+  __device__ void store() {
+    each_pair([](float2& to, float low, float high) { to = {low, high}; });
   }
 
-  // R starts as v.
-  __device__ void load_values(const Stage<V>& in) {
+  // R of kCount tiles from m on starts as v.
+  template <int kCount>
+  __device__ void load_values(Answers& R, int m) const {
+    const float* const from = &shared.v[p * V::kValuePitch + value + g];
 #pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        R[n][i] = in.v[(8 * n + p + i % 2) * V::kValuePitch + value + g + i / 2 * 8];
-      }
-    }
-  }
-  __device__ void store_tile(const float (&tile)[kTokenTiles][4], float* to) const {
-    to += (p * V::kValues + value + g) * kMixtures;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int turned = (mixture + p + i % 2) % kMixtures;
+    for (const int end = m + kCount; m < end; ++m) {
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n) {
-        to[((8 * n + i % 2) * V::kValues + i / 2 * 8) * kMixtures + turned] = tile[n][i];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          R[m][n][i] = from[(8 * n + i % 2) * V::kValuePitch + 16 * m + i / 2 * 8];
+        }
       }
     }
   }
+  // Visits the lane's numbers of kCount tiles from m on where they are in [token][value][mixture].
+  template <int kCount, class Numbers, typename Visit>
+  __device__ void each_place(Numbers& of, int m, const Visit& visit) const {
+    float* const to = &shared.recalled[(p * V::kValues + value + g) * kMixtures];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = mixture ^ ((p + i % 2) & 2);
+#pragma unroll
+      for (int k = m; k < m + kCount; ++k) {
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) {
+          visit(to[((8 * n + i % 2) * V::kValues + 16 * k + i / 2 * 8) * kMixtures + at],
+                of[k][n][i]);
+        }
+      }
+    }
+  }
+  template <int kCount>
+  __device__ void put(const Answers& from, int m) const {
+    each_place<kCount>(from, m, [](float& to, float x) { to = x; });
+  }
+  template <int kCount>
+  __device__ void get(Answers& to, int m) const {
+    each_place<kCount>(to, m, [](float from, float& x) { x = from; });
+  }
 
-  // tile -= S x' for every token x.
-  __device__ void subtract_recalled(float (&tile)[kTokenTiles][4], const half* x) const {
+  // sum -= S x' for every token x, of kCount tiles from `first` on.
+  template <int kCount>
+  __device__ void subtract_recalled(Answers& sum, const half* x, int first) const {
     const uint32_t rows = rows_of_b(x, kKeyPitch);
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
-      uint32_t state[4], b[4];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        state[2 * h] = pack(-S[2 * i + h][0], -S[2 * i + h][1]);
-        state[2 * h + 1] = pack(-S[2 * i + h][2], -S[2 * i + h][3]);
-      }
+      uint32_t b[4];
       load_matrices(b, rows + 2 * 16 * i);
-      multiply(tile[0], state, b[0], b[1]);
-      multiply(tile[1], state, b[2], b[3]);
+#pragma unroll
+      for (int m = first; m < first + kCount; ++m) {
+        uint32_t state[4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float(&tile)[4] = S[m][2 * i + h];
+          state[2 * h] = pack(-tile[0], -tile[1]);
+          state[2 * h + 1] = pack(-tile[2], -tile[3]);
+        }
+        multiply(sum[m][0], state, b[0], b[1]);
+        multiply(sum[m][1], state, b[2], b[3]);
+      }
     }
   }
-
-  __device__ int set() const { return V::kGated ? mixture : 0; }
-
-  // S = S diag(decay) + U' K
-  __device__ void advance(const Stage<V>& in, const uint32_t (&u)[4]) {
-    if constexpr (V::kGated) {
+  __device__ void ask_answers(const Stage<V>& in, Answers& O) const {
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const float2 by = load_pair(&in.decay[mixture][8 * n + p]);
-        S[n][0] *= by.x;
-        S[n][1] *= by.y;
-        S[n][2] *= by.x;
-        S[n][3] *= by.y;
+    for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4 * kTokenTiles; ++i) O[m][i / 4][i % 4] = 0;
+    }
+    subtract_recalled<kTiles>(O, in.q[set()], 0);
+  }
+
+  // R = v - S k of a chunk, with the state as it is.
+  __device__ void ask(Answers& R, int chunk) const {
+    const Stage<V>& in = stage(chunk);
+    wait_for(&shared.v_full, chunk);
+    wait_for(&shared.full[chunk % V::kStages], chunk / V::kStages);
+#pragma unroll
+    for (int m = 0; m < kTiles; m += kAtOnce) {
+      load_values<kAtOnce>(R, m);
+      subtract_recalled<kAtOnce>(R, in.k[set()], m);
+      if constexpr (kPark) put<kAtOnce>(R, m);
+    }
+    warp_arrive(&shared.v_empty);
+  }
+  // -<k_t, k_s> of the next chunk's tokens t and this one's s, decayed: a B [s, t] for each eight.
+  __device__ void cross(const Stage<V>& in, const Stage<V>& next, uint32_t (&x)[4]) const {
+    const uint32_t rows = rows_of_a(next.k[set()], kKeyPitch);
+    const uint32_t columns = rows_of_b(V::kGated ? in.end[mixture] : in.k[0], kKeyPitch);
+    float sum[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < kDim; i += 16) {
+      uint32_t a[4], b[4];
+      load_matrices(a, rows + 2 * i);
+      load_matrices(b, columns + 2 * i);
+      multiply(sum[0], a, b[0], b[1]);
+      multiply(sum[1], a, b[2], b[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = pack(-sum[i % 2][i / 2 * 2], -sum[i % 2][i / 2 * 2 + 1]);
+  }
+
+  using Written = uint32_t[kTiles][4];
+  __device__ void load_written(Written& u) const {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+      load_transposed(u[m], rows_of_b(&shared.u[mixture][value + 16 * m], V::kWrittenPitch));
+    }
+  }
+  // R of the next chunk loses what this one's tokens have written, and goes to the chain.
+  __device__ void hand_over(Answers& R, const Written& u, const uint32_t (&x)[4]) const {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+      if constexpr (kPark) get<1>(R, m);
+      multiply(R[m][0], u[m], x[0], x[1]);
+      multiply(R[m][1], u[m], x[2], x[3]);
+      put<1>(R, m);
+    }
+    arrive(kRecalled + group(), V::kOfGroup);
+  }
+  // S = S diag(decay)
+  __device__ void decay(const Stage<V>& in) {
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+      const float2 by = load_pair(&in.decay[mixture][8 * n + p]);
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) S[m][n][i] *= i % 2 == 0 ? by.x : by.y;
       }
     }
+  }
+  // S += U' K
+  __device__ void advance(const Stage<V>& in, const Written& u) {
     const uint32_t rows = rows_of_a(V::kGated ? in.end[mixture] : in.k[0], kKeyPitch);
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
       uint32_t k[4];
       load_transposed(k, rows + 2 * 16 * i);
-      multiply(S[2 * i], u, k[0], k[1]);
-      multiply(S[2 * i + 1], u, k[2], k[3]);
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        multiply(S[m][2 * i], u[m], k[0], k[1]);
+        multiply(S[m][2 * i + 1], u[m], k[2], k[3]);
+      }
     }
   }
-
   // O += U H'
-  __device__ void answer(const Stage<V>& in, const uint32_t (&u)[4]) {
+  __device__ void answer(const Stage<V>& in, const Written& u, Answers& O) const {
     uint32_t b[4];
     load_matrices(b, rows_of_b(in.asked[set()], kTokenPitch));
-    multiply(O[0], u, b[0], b[1]);
-    multiply(O[1], u, b[2], b[3]);
-  }
-
-  // The factors of one token and two neighbouring values are one thread's.
-  static constexpr int kPairs = V::kValues / 2;
-  __device__ int factor_token() const { return int(threadIdx.x) / kPairs; }
-  __device__ int factor_value() const { return int(threadIdx.x) % kPairs * 2; }
-
-  // Has the logits of a chunk brought.
-  __device__ void fetch(int chunk) {
-    const int t = chunk * kTokens + factor_token();
-    if (t < place.count) {
-      Factors<V>& to = shared.factors[chunk % 2];
-      const int token = place.begin + t;
-      const int64_t column = place.mixed(0, place.value + factor_value());
-      const float* const router = at(op.key_router, token) + column;
-      const float* const beta = at(op.beta, token) + column;
 #pragma unroll
-      for (int j = 0; j < kMixtures; ++j) {
-        copy_pair(&to.router[8 * threadIdx.x + 2 * j], router + j * kDim);
-        copy_pair(&to.beta[8 * threadIdx.x + 2 * j], beta + j * kDim);
-      }
-      if constexpr (V::kTemporal) {
-        copy_pair(&to.keep[2 * threadIdx.x],
-                  at(op.key_mix, token) + place.channel(place.value + factor_value()));
-      }
-    }
-    copies_commit();
-  }
-
-  // Eight numbers [mixture][2] of this thread become [2][mixture], each by `change` of the four
-  // mixtures of one value.
-  template <typename Change>
-  __device__ static void turn(float* eight, const Change& change) {
-    float x[2][kMixtures];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float4 four = load4(eight + 4 * h);
-      x[0][2 * h] = four.x;
-      x[1][2 * h] = four.y;
-      x[0][2 * h + 1] = four.z;
-      x[1][2 * h + 1] = four.w;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      change(i, x[i]);
-      *reinterpret_cast<float4*>(eight + 4 * i) = {x[i][0], x[i][1], x[i][2], x[i][3]};
+    for (int m = 0; m < kTiles; ++m) {
+      multiply(O[m][0], u[m], b[0], b[1]);
+      multiply(O[m][1], u[m], b[2], b[3]);
     }
   }
 
-  // Turns the logits that this thread has fetched into factors. A token behind the row's end
-  // changes nothing.
-  __device__ void mix(int chunk) {
-    copies_wait();
-    Factors<V>& in = shared.factors[chunk % 2];
-    const bool inside = chunk * kTokens + factor_token() < place.count;
-    turn(&in.beta[8 * threadIdx.x], [&](int, float (&x)[kMixtures]) {
-#pragma unroll
-      for (int j = 0; j < kMixtures; ++j) x[j] = inside ? fast_sigmoid(x[j]) : 0.0f;
-    });
-    float* const keep = &in.keep[V::kTemporal ? 2 * threadIdx.x : 0];
-    turn(&in.router[8 * threadIdx.x], [&](int i, float (&x)[kMixtures]) {
-      float share = kLog2E;
-      if constexpr (V::kTemporal) {
-        softmax(x);
-        share = fast_sigmoid(keep[i]);
-        keep[i] = inside ? fast_sigmoid(-keep[i]) : 1.0f;
-      }
-#pragma unroll
-      for (int j = 0; j < kMixtures; ++j) x[j] = inside ? x[j] * share : 0.0f;
-    });
-  }
-
-  // R of a chunk that the preparing warps have handed over, and its factors, go to the chain.
-  __device__ void ask(int chunk) {
-    const Stage<V>& in = shared.stage[chunk % 2];
-    load_values(in);
-    subtract_recalled(R, in.k[set()]);
-    store_tile(R, shared.recalled);
-    arrive(kRecalled, V::kStates + V::kLanes);
-  }
-  __device__ void ask_answers(int chunk) {
-#pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) O[n][i] = 0;
-    }
-    subtract_recalled(O, shared.stage[chunk % 2].q[set()]);
-  }
-
+  // While the chain is with a chunk, the next one's R is made of the state before it, and of what
+  // its tokens have in common; what is left to do once u is there is one product.
   __device__ void run() {
     const int chunks = place.chunks();
-    fetch(0);
+    Answers R, O;
     load();
-    mix(0);
-    if (chunks > 1) fetch(1);
-    meet(kFull, V::kStates + V::kPreparers);
-    ask(0);
-    ask_answers(0);
+    ask(R, 0);
+    if constexpr (!kPark) put<kTiles>(R, 0);
+    arrive(kRecalled + group(), V::kOfGroup);
+    ask_answers(stage(0), O);
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c) {
       const bool more = c + 1 < chunks;
+      const Stage<V>& in = stage(c);
+      uint32_t x[4];
+      Written u;
+      if constexpr (V::kGated) decay(in);
+      if (c > 0) wait_for(&shared.mixed, c - 1);  // the last answers, where R will be
       if (more) {
-        mix(c + 1);
-        meet(kFull + (c + 1) % 2, V::kStates + V::kPreparers);
+        ask(R, c + 1);
+        cross(in, stage(c + 1), x);
       }
-      meet(kWritten, V::kStates + V::kLanes);
-      uint32_t u[4];
-      load_matrices(u, rows_of_a(&shared.u[(mixture * V::kValues + value) * kTokenPitch],
-                                 kTokenPitch));
-      const Stage<V>& in = shared.stage[c % 2];
+      meet(kWritten + group(), V::kOfGroup);
+      load_written(u);
+      if (more) hand_over(R, u, x);
       advance(in, u);
-      if (more) ask(c + 1);
-      if (c + 2 < chunks) fetch(c + 2);
-      answer(in, u);
-      if (c + 2 < chunks) arrive(kEmpty + c % 2, V::kStates + V::kPreparers);
-      if (c > 0) meet(kMixed, V::kStates + V::kLanes);
-      store_tile(O, shared.answers);
-      arrive(kAnswered, V::kStates + V::kLanes);
-      if (more) ask_answers(c + 1);
+      answer(in, u, O);
+      warp_arrive(&shared.empty[c % V::kStages]);
+      wait_for(&shared.taken[group()], more ? c + 1 : c);
+      put<kTiles>(O, 0);
+      warp_arrive(&shared.answered);
+      if (more) ask_answers(stage(c + 1), O);
     }
     store();
   }

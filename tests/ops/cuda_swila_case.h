@@ -8,6 +8,7 @@ struct SwilaCase {
   int32_t mixtures = 4, dim = 64, heads = 3, conv = 4;
   bool temporal = false, gated = false;
   float value_scale = 3;  // large ones have mixtures switch at once
+  float router_scale = 2, mix_scale = 1;  // of the logits
   float dt_shift = 0;     // of the gates: small ones remember
   float decay_scale = 0;  // every exp(A_log), if not random
 
@@ -26,12 +27,13 @@ inline Program swila_program(Side& side, const SwilaCase& c, const Steps& steps)
               .conv_q = side.floats(size_t(channels * c.conv), 0.5f),
               .conv_k = side.floats(size_t(channels * c.conv), 0.5f),
               .conv_v = side.floats(size_t(channels * c.conv), 0.5f),
-              .key_router = side.acts(T, mixed, 2), .query_router = side.acts(T, mixed, 2),
+              .key_router = side.acts(T, mixed, c.router_scale),
+              .query_router = side.acts(T, mixed, c.router_scale),
               .beta = side.acts(T, mixed), .norm_weight = side.floats(size_t(c.dim)),
               .norm_eps = 1e-5f};
   if (c.temporal) {
-    op.key_mix = side.acts(T, channels);
-    op.query_mix = side.acts(T, channels);
+    op.key_mix = side.acts(T, channels, c.mix_scale);
+    op.query_mix = side.acts(T, channels, c.mix_scale);
   }
   if (c.gated) {
     op.decay_in = side.acts(T, mixed, 3);
