@@ -153,29 +153,39 @@ __device__ inline void prepare(const SwilaMix& op, const Here& here, const Input
   }
 }
 
-// The warp's rows of the state.
-template <bool kLanded>
+// The warp's rows of the state. Landed ones with decays stay in shared memory and are read twice:
+// there would be too few registers.
+template <bool kGated, bool kLanded>
 struct Held {
-  float4 row[kRows];
+  static constexpr bool kKept = !kLanded || !kGated;
+  float4 row[kKept ? kRows : 1];
 
   // Where the thread's part of row i begins, in floats.
   __device__ static int place(int i) {
     const int lane = threadIdx.x % 32;
     return (i / 2 * D + int(threadIdx.x) / 32 * 4 + i % 2 * 2) * D + 4 * lane;
   }
-  // Where the thread's own part lands in shared memory: no other thread reads it.
-  __device__ static float4* landing() {
+  // Where it lands in shared memory: no other thread reads it.
+  __device__ static float4& landing(int i) {
     extern __shared__ float4 space[];
-    return space + threadIdx.x;
+    return space[i * kThreads + threadIdx.x];
+  }
+  __device__ float4 decayed(const HeldShared& shared, int i) const {
+    const float4 x = kKept ? row[kKept ? i : 0] : landing(i);
+    if constexpr (!kGated) return x;
+    const auto* decay = reinterpret_cast<const float4*>(shared.decay);
+    return times(x, decay[i / 2 * D / 4 + threadIdx.x % kLanes]);
   }
   __device__ void load(const float* state, bool fresh) {
+    if (fresh) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) row[i] = {};
-    if (fresh) return;
+      for (int i = 0; i < kRows; ++i) (kLanded ? landing(i) : row[kKept ? i : 0]) = {};
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if constexpr (kLanded) {
-        copy_16_bytes(landing() + i * kThreads, state + place(i));
+        copy_16_bytes(&landing(i), state + place(i));
       } else {
         row[i] = *reinterpret_cast<const float4*>(state + place(i));
       }
@@ -184,45 +194,55 @@ struct Held {
   }
   // Before step().
   __device__ void arrive(bool fresh) {
-    if (!kLanded || fresh) return;
-    copies_wait();
+    if (kLanded && !fresh) copies_wait();
+    if constexpr (kLanded && kKept) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) row[i] = landing()[i * kThreads];
+      for (int i = 0; i < kRows; ++i) row[i] = landing(i);
+    }
   }
 
   // Steps and stores them. A thread has a (mixture, value) for itself, and another has the same:
   // `answer` is what it answers; returns the posterior.
-  template <bool kGated>
-  __device__ float step(const HeldShared& shared, float* state, int own, float& answer) {
+  __device__ float step(const HeldShared& shared, float* state, int own, float& answer) const {
+    constexpr int kHalf = kRows / 2;
     const int lane = threadIdx.x % kLanes, half = threadIdx.x % 32 - lane;
     const auto* vectors = reinterpret_cast<const float4*>(shared.vectors);
-    const float4 q = vectors[lane], k = vectors[D / 4 + lane];
-    const float q_scale = rsqrtf(sum_over_lanes<kLanes>(dot(q, q)) + 1e-6f);
-    const float k_scale = rsqrtf(sum_over_lanes<kLanes>(dot(k, k)) + 1e-6f);
-    const float both = sum_over_lanes<kLanes>(dot(q, k));
-    float sum[2 * kRows];
+    float q_scale, k_scale, both, mine[2];
+    {
+      const float4 q = vectors[lane], k = vectors[D / 4 + lane];
+      q_scale = rsqrtf(sum_over_lanes<kLanes>(dot(q, q)) + 1e-6f);
+      k_scale = rsqrtf(sum_over_lanes<kLanes>(dot(k, k)) + 1e-6f);
+      both = sum_over_lanes<kLanes>(dot(q, k));
+      // Of each half of the rows, lane i of 8 has what row i recalls, lane 4 + i what it answers.
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if constexpr (kGated) {
-        const auto* decay = reinterpret_cast<const float4*>(shared.decay);
-        row[i] = times(row[i], decay[i / 2 * D / 4 + lane]);
+      for (int h = 0; h < 2; ++h) {
+        float sum[kRows];
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+          const float4 x = decayed(shared, h * kHalf + i);
+          sum[i] = dot(x, k);
+          sum[kHalf + i] = dot(x, q);
+        }
+        mine[h] = scatter_sums<kRows>(sum);
+        mine[h] += __shfl_xor_sync(0xffffffffu, mine[h], kRows);
       }
-      sum[i] = dot(row[i], k);
-      sum[kRows + i] = dot(row[i], q);
     }
-    // Lane i of the 16 has what row i recalls, lane 8 + i what it answers.
-    const float mine = scatter_sums<2 * kRows>(sum);
-    const float other = __shfl_xor_sync(0xffffffffu, mine, kRows);
-    const float recalled = (lane < kRows ? mine : other) * k_scale;
+    const float other[2] = {__shfl_xor_sync(0xffffffffu, mine[0], kHalf),
+                            __shfl_xor_sync(0xffffffffu, mine[1], kHalf)};
+    const bool later = lane & kHalf;  // the thread's own row, number lane % 8, is of the latter
+    const float recalled = (later ? other[1] : mine[0]) * k_scale;
+    const float answers = later ? mine[1] : other[0];
+    asm volatile("" ::: "memory");  // vectors are read again: kept, they would be spilled
+    const float4 k = vectors[D / 4 + lane];
     const float delta = shared.vectors[2 * D + own % D] - recalled;
     const float posterior = softmax<2>(shared.log_prior[own] - delta * delta / 2);
     const float written = shared.write[own] * posterior * delta * k_scale;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float u = __shfl_sync(0xffffffffu, written, half + i);
-      store_four(state + place(i), plus(row[i], u, k));
+      store_four(state + place(i), plus(decayed(shared, i), u, k));
     }
-    answer = ((lane < kRows ? other : mine) + written * both) * q_scale;
+    answer = (answers + written * both) * q_scale;
     return posterior;
   }
 };
@@ -281,7 +301,7 @@ __global__ __launch_bounds__(kThreads, kResident) void swila_held_kernel(
   const float weight = op.norm_weight[value];
   if (!fresh_state) wait_for_predecessor();
   Input in;
-  Held<kLanded> held;
+  Held<kGated, kLanded> held;
   load_kept<kGated>(op, here, in);
   if (block < early) held.load(state, here.fresh);
   wait_for_predecessor();
@@ -292,7 +312,7 @@ __global__ __launch_bounds__(kThreads, kResident) void swila_held_kernel(
   __syncthreads();  // the head's vectors are there
   held.arrive(here.fresh);
   float answer;
-  const float posterior = held.template step<kGated>(shared, state, own, answer);
+  const float posterior = held.step(shared, state, own, answer);
   const float out = sum_over_mixtures<2>(answer * shared.prior[own]);
   float squares = out * out;
   squares += __shfl_xor_sync(0xffffffffu, squares, 1);
