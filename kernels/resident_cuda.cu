@@ -1,4 +1,5 @@
 // The kernel of a decode step of few tokens: one block stays on each multiprocessor.
+#include "kernels/resident_copy_cuda.cuh"
 #include "kernels/resident_linear_cuda.cuh"
 #include "kernels/resident_mix_cuda.cuh"
 #include "kernels/resident_narrow_cuda.cuh"
@@ -106,19 +107,6 @@ __device__ void describe_phases(const Table& table, uint32_t launch, Shared& sha
   }
 }
 
-__device__ void copy_weights(const Table& table) {
-  Walk walk;
-  Counts counts;
-  const uint64_t policy = read_once();
-  for (int p = 0; p < table.phases; ++p) {
-    if (table.kind[p] == Table::Kind::Linear) {
-      copy_tiles(table.linear[counts.linear++], walk, policy);
-    } else if (table.kind[p] == Table::Kind::Narrow) {
-      copy_narrow(table.narrow[counts.narrow++], walk, policy);
-    }
-  }
-}
-
 __device__ void compute(const Table& table, Meeting& meeting, uint32_t launch) {
   const Shared& shared = shared_memory();
   const int dirty = meeting.used[(launch + 1) % 2];
@@ -152,7 +140,7 @@ __device__ void store_phases(const Table& table, int o) {
     const Phase& phase = phase_of(p % 3);
     const Table::Kind kind = shared.kind[p % 3];
     if (kind == Table::Kind::Linear) store_all(phase.linear, walk, o);
-    if (kind == Table::Kind::Narrow) walk.tiles += phase.narrow.tiles;
+    if (kind == Table::Kind::Narrow) walk.leave_phase(walk.first, phase.narrow.tiles);
     end_phase();
   }
 }

@@ -41,7 +41,8 @@ struct LinearPhase {
   int in = 0, rows = 0, tokens = 0;
   int group = 0;                   // 0: no norm
   int groups_a_run = 0;            // 32 / group, times 2^16
-  int norm_lanes = 0, norm_warps = 0;  // that share a group, of four columns a lane
+  int norm_lanes = 0, norm_runs = 0;  // whose squares are added up; runs of 32 of a group
+  bool by_rows = false;            // the group is all of x, and there is no gate
   float eps = 0, share = 0;        // of the norm; 1 / group
   bool biased = false;             // some slab is
   int activated = 0, activated_end = 0;  // rows of y that become activation(y)

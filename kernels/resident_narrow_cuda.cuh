@@ -17,30 +17,6 @@ __device__ inline const NarrowPhase::Layer& layer_of(const NarrowPhase& l, int& 
   return *layer;
 }
 
-__device__ inline void copy_narrow(const NarrowPhase& l, Walk& walk, uint64_t policy) {
-  Shared& shared = shared_memory();
-  const int lane = threadIdx.x % 32, blocks = gridDim.x;
-  for (int first = walk.first_tile(); first < l.tiles; first += kWarps * blocks) {
-    int tile = first + lane * blocks;
-    const char* from = nullptr;
-    const uint32_t bytes = kTileRows * l.in * 2;
-    if (lane < kWarps && tile < l.tiles) {
-      const NarrowPhase::Layer& layer = layer_of(l, tile);
-      from = layer.weights + int64_t(tile) * bytes;
-    }
-    const uint32_t full = wait_for_stage(walk);
-    const int pieces = __popc(__ballot_sync(0xffffffffu, from != nullptr));
-    if (lane == 0) barrier_expect(full, bytes * pieces);
-    __syncwarp();
-    if (from != nullptr) {
-      load_row(shared_address(shared.ring) + walk.stage * kStageBytes + lane * kNarrowBytes, from,
-               bytes, full, policy);
-    }
-    walk.next_stage();
-  }
-  walk.tiles += l.tiles;
-}
-
 // A lane's columns of its own token: of the eight of each run of 32 that it multiplies by, the
 // first four in the lower half of the warp, the last in the other.
 struct NarrowColumns {
@@ -117,14 +93,14 @@ __device__ inline void run_narrow(const NarrowPhase& l, Walk& walk) {
   const Me me = find_me();
   const int blocks = gridDim.x;
 #pragma unroll 1
-  for (int first = walk.first_tile(); first < l.tiles; first += kWarps * blocks) {
+  for (int first = walk.first; first < l.tiles; first += kWarps * blocks) {
     const int tile = first + me.warp() * blocks;
     if (tile < l.tiles) multiply_narrow(l, tile, walk, me);
     __syncwarp();
     if (me.lane() == 0) barrier_arrive(shared_address(shared_memory().free + walk.stage));
     walk.next_stage();
   }
-  walk.tiles += l.tiles;
+  walk.leave_phase(walk.first, l.tiles);
 }
 
 }  // namespace weir::cuda::resident

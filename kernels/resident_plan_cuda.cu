@@ -79,17 +79,17 @@ bool fold(const Swiglu& op, const Linear& linear, LinearPhase& phase) {
 }
 
 // False: groups that the kernel's warps can not share out.
-bool set_group(int group, float eps, LinearPhase& phase) {
-  constexpr int kLane = 4, kWarp = 32 * kLane;  // columns
+bool set_group(int group, float eps, bool by_rows, LinearPhase& phase) {
+  constexpr int kRun = 32;  // columns, of eight lanes
   const bool whole = group == phase.in;
-  const int lanes = group / kLane, warps = group / kWarp;
   const auto is_power = [](int n) { return n > 0 && (n & (n - 1)) == 0; };
-  if (!whole && (!is_power(group) || lanes < 2)) return false;
+  if (!whole && (!is_power(group) || group < kRun)) return false;
   phase.group = group;
   // So rounded, run * groups_a_run >> 16 is the group of each run of 32 of kNormedMost columns.
   phase.groups_a_run = (1 << 16) * 32 / group + 1;
-  phase.norm_lanes = whole ? 32 : std::min(lanes, 32);
-  phase.norm_warps = whole ? kWarps : std::max(warps, 1);
+  phase.by_rows = by_rows;
+  phase.norm_lanes = by_rows ? 32 : 8;
+  phase.norm_runs = whole ? kNormedMost / kRun : group / kRun;
   phase.eps = eps;
   phase.share = 1.0f / float(group);
   return true;
@@ -104,7 +104,7 @@ bool fold(const RmsNorm& op, LinearPhase& phase) {
   phase.normed = op.read_once ? nullptr : op.out.data;
   phase.normed_stride = int(op.out.stride);
   phase.weight = op.weight;
-  return set_group(op.dim, op.eps, phase);
+  return set_group(op.dim, op.eps, true, phase);
 }
 
 // The norm and the gate of a mixer's answers.
@@ -113,7 +113,7 @@ bool fold(const DeltaMix& op, LinearPhase& phase) {
   if (phase.in > kNormedMost || !aligned(op.norm_weight)) return false;
   if (op.gate.data != nullptr && (!aligned(op.gate) || !fits(op.gate))) return false;
   phase.weight = op.norm_weight;
-  return set_group(op.value_dim, op.norm_eps, phase);
+  return set_group(op.value_dim, op.norm_eps, false, phase);
 }
 
 bool fold(const SwilaMix& op, LinearPhase& phase) {
@@ -121,7 +121,7 @@ bool fold(const SwilaMix& op, LinearPhase& phase) {
     return false;
   }
   phase.weight = op.norm_weight;
-  return set_group(op.dim, op.norm_eps, phase);
+  return set_group(op.dim, op.norm_eps, false, phase);
 }
 
 // As many tokens as rows: one each, for no row is empty.
@@ -229,7 +229,6 @@ class Plan {
 
   Table table;
   int linear = 0;
-
 
   // Numbers that a mixer reads: their place in words, where earlier phases leave them.
   bool find_left(Acts& acts, int tokens, int dim, int multiple = 1) {
@@ -412,7 +411,7 @@ class Plan {
       l.x_left = before.x_left;
       l.index = before.index;
       l.weight = before.weight;
-      if (!set_group(before.group, before.eps, l)) return false;
+      if (!set_group(before.group, before.eps, true, l)) return false;
       after_ |= made_[i].after;
       return true;
     }

@@ -9,14 +9,13 @@ namespace weir::cuda::resident {
 constexpr int kComputing = kWarps * 32;
 constexpr int kRun = 32;                                    // columns
 constexpr int kStageRuns = 4, kStageColumns = kStageRuns * kWarps * kRun;
-// More at one time would keep whatever else is read waiting behind them.
-constexpr int kTileRows = 8, kStages = 6, kInFlight = 2;
-// A row in shared memory; 64 more bytes than columns, so that rows two apart share no banks.
-constexpr int kPitch = kStageColumns * 2 + 64, kStageBytes = kTileRows * kPitch;
+constexpr int kTileRows = 8, kStages = 6;
+constexpr int kPitch = kStageColumns * 2;  // of a part of a row in shared memory
+// The upper four rows of a stage lie 64 bytes further than they would, so that lanes that read one
+// of them and one of the lower four at a time share no banks.
+constexpr int kApart = 64, kStageBytes = kTileRows * kPitch + 2 * kApart;
 constexpr int kBatch = 2;                  // tiles whose sums are added up together
 constexpr int kOutputs = kTileRows * kTokensMost, kBatchOutputs = kBatch * kOutputs;
-// A plane of x's halves; 64 more bytes, so that two planes share no banks.
-constexpr int kPlane = kStageColumns + 32;
 constexpr int kStoring = kBatchOutputs, kThreads = kComputing + 64 + kStoring;
 // Named barriers: the computing warps; all but the copying one; sums are there, and have been read,
 // of even batches and, one further, of odd ones.
@@ -24,20 +23,24 @@ constexpr int kAll = 1, kDescribed = 2, kSumsThere = 3, kSumsRead = 5;
 
 // Where a block is in the step.
 struct Walk {
-  int tiles = 0;       // of all linear phases before this one
+  int first = blockIdx.x;  // tile of this phase; all tiles go round the blocks in turn
   int stage = 0, parity = 0;
-  bool late = false;   // there is shared.late
-  int issued = 0;      // stages, by the copying warp
+  bool late = false;       // there is shared.late
 
-  __device__ int first_tile() const {
-    const int blocks = gridDim.x;
-    return (int(blockIdx.x) + blocks - tiles % blocks) % blocks;
-  }
   __device__ void next_stage() {
     if (++stage == kStages) {
       stage = 0;
       parity ^= 1;
     }
+  }
+  // From one of the block's tiles of a phase of so many to the first one of the next phase.
+  __device__ void leave_phase(int tile, int tiles) {
+    const int blocks = gridDim.x;
+#pragma unroll 1
+    while (tile < tiles) tile += blocks;
+#pragma unroll 1
+    while (tile - blocks >= tiles) tile -= blocks;
+    first = tile - tiles;
   }
 };
 
@@ -84,17 +87,20 @@ struct Sharing {
 
 struct Shared {
   alignas(128) char ring[kStages * kStageBytes];
-  alignas(16) uint16_t halves[2][kPlane];      // of a token's columns, bf16: high, low
+  alignas(16) uint16_t halves[kWarps][2][kStageRuns * kRun];  // of a token's columns: high, low
   union {
     float sums[2][kWarps * kBatchOutputs];  // of the batch of tiles, and the one before it
     Late late[kComputing];          // from a mixer's phase to the next one's beginning
   };
   union {
-    float squares[2][kWarps];                  // of a warp's columns, of a token and the next
+    // Sums of squares, of a token's columns of each warp or of each run.
+    alignas(16) float squares[kTokensMost][kStageColumns / kRun];
     alignas(16) float head[4 * kKeysMost + kValuesMost + 8];  // of a mixer
   };
   alignas(16) uint32_t phase[3][kPhaseWords];  // this one, the next, the one after
   Table::Kind kind[3];
+  Table::Kind kinds[Table::kPhases];           // the copying warp's: of all phases
+  alignas(16) uint32_t copied[kPhaseWords];    // and the one it is in
   RowPlace rows[3][kTokensMost];               // of a mixer
   Sharing sharing[3];
   uint64_t full[kStages], free[kStages];
@@ -107,6 +113,23 @@ constexpr int kTurnsMost = 1 << 24;         // of reading what is not there yet:
 __device__ inline Shared& shared_memory() {
   extern __shared__ __align__(128) char space[];
   return *reinterpret_cast<Shared*>(space);
+}
+
+// Whether the phase of this parity is complete.
+__device__ inline bool barrier_done(uint32_t barrier, uint32_t parity) {
+  uint32_t done = 1;
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+#endif
+  return done != 0;
 }
 
 // A thread's place in its block, found anew in each phase: what follows from it would else be kept
@@ -128,6 +151,13 @@ __device__ inline const Phase& phase_of(int description) {
 
 __device__ inline int tiles_of(const LinearPhase& l) {
   return l.paired ? l.rows / kTileRows : (l.rows + kTileRows - 1) / kTileRows;
+}
+
+// Whole rows lie in a stage as in memory, four end to end.
+__device__ inline int pitch_of(int in) { return min(in * 2, kPitch); }
+// A row of a tile, in a stage.
+__device__ inline int place_of_row(int row, int pitch) {
+  return row * pitch + (row < kTileRows / 2 ? 0 : kApart);
 }
 
 // A tile's row of the stacked matrices: a pair's are four of the upper half and four of the lower.

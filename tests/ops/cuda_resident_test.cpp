@@ -161,8 +161,7 @@ class CudaResident : public CudaTest {
 };
 
 TEST_F(CudaResident, EveryMixer) {
-  const DeltaCase gdn{.name = "GDN"};
-  all_sizes({.mix = gdn});
+  all_sizes({.mix = {.name = "GDN"}});
   all_sizes({.mix = {.name = "DeltaNet", .decay = Decay::None, .gate = false}});
   all_sizes({.mix = {.name = "KDA, low rank", .decay = Decay::PerChannel,
                      .gate_activation = Activation::Sigmoid},
@@ -174,7 +173,12 @@ TEST_F(CudaResident, EverySize) {
   all_sizes({.mix = {.name = "no convolution", .conv = 0}});
   all_sizes({.mix = {.name = "biased convolution", .conv_bias = true}});
   all_sizes({.mix = {.name = "keys of 64, values of 32", .key_dim = 64, .value_dim = 32}});
-  all_sizes({.mix = {.name = "keys of 256, values of 512", .key_dim = 256, .value_dim = 512}});
+}
+
+TEST_F(CudaResident, EveryHead) {
+  all_sizes({.mix = {.name = "keys of 256, values of 512", .key_dim = 256, .value_dim = 512}}, 5e-5,
+            {}, {{1, 0}, {3, 1}});
+  all_sizes({.mix = {.name = "one head", .key_heads = 1, .value_heads = 1, .decay_heads = 1}});
   all_sizes({.mix = {.name = "2 key heads, 6 value heads", .value_heads = 6, .decay_heads = 6}});
   all_sizes({.mix = {.name = "sums of keys", .qk_activation = Activation::EluPlusOne,
                      .qk_norm = QkNorm::Sum}});
