@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "engine/lower.h"
+#include "engine/padded_shape.h"
 #include "engine/staging.h"
 #include "engine/step_layout.h"
 #include "kernels/check.h"
@@ -31,14 +32,6 @@ constexpr size_t kProgramsKept = 512;
 // Tokens of the smallest step of prompts that is tried at the start.
 constexpr int32_t kPromptsWarmed = 128;
 
-// The rows that a decode step of so many is padded to, where the backend remembers programs.
-int32_t padded_rows(int32_t rows, const Limits& limits) {
-  constexpr int32_t kSteps[] = {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128};
-  const auto* const step = std::ranges::lower_bound(kSteps, rows);
-  const int32_t padded = step != std::end(kSteps) ? *step : (rows + 63) / 64 * 64;
-  return std::min({padded, limits.slots, limits.step_tokens});
-}
-
 int32_t pages_per_row(const Limits& limits) {
   const int64_t longest = int64_t(limits.prompt_tokens) + limits.new_tokens;
   const int64_t pages = (longest + limits.page_tokens - 1) / limits.page_tokens;
@@ -46,7 +39,7 @@ int32_t pages_per_row(const Limits& limits) {
 }
 
 StepShape largest_step(const Limits& limits) {
-  return {limits.slots, limits.step_tokens, limits.step_tokens};
+  return {limits.slots + kStepPadding, limits.step_tokens, limits.step_tokens};
 }
 
 size_t input_bytes(const Limits& limits) {
@@ -98,10 +91,9 @@ struct Runner::Impl {
     programs.clear();
   }
 
-  StepShape padded(const StepShape& shape) const;
   void fill_rows(const StepBatch& batch, const StepInputs& at);
   void fill_outputs(const StepBatch& batch, const StepInputs& at);
-  void fill_padding(int32_t row, const StepInputs& at);
+  void fill_padding(const StepShape& shape, const StepShape& to, const StepInputs& at);
   void run(const StepShape& shape, const StepInputs& at);
   // Tokens of a row of a warm-up, which its pages hold.
   int64_t row_most() const {
@@ -138,14 +130,6 @@ struct Runner::Impl {
   Begun begun[Scheduler::kStepsOut];  // in turn
   uint64_t steps_begun = 0, steps_finished = 0;
 };
-
-// A step of one token a row becomes one of few shapes where programs are remembered.
-StepShape Runner::Impl::padded(const StepShape& shape) const {
-  const bool decode = shape.rows == shape.tokens && shape.rows == shape.outputs;
-  if (shape.rows == 0 || !decode || !backend.remembers_programs()) return shape;
-  const int32_t rows = padded_rows(shape.rows, limits);
-  return {rows, rows, rows};
-}
 
 void Runner::Impl::fill_rows(const StepBatch& batch, const StepInputs& at) {
   WEIR_CHECK(batch.rows.size() <= size_t(limits.slots));
@@ -186,19 +170,25 @@ void Runner::Impl::fill_outputs(const StepBatch& batch, const StepInputs& at) {
   reserve_edits(edits.size());
 }
 
-// A row of one token that touches nothing, and whose answer nobody reads.
-void Runner::Impl::fill_padding(int32_t row, const StepInputs& at) {
-  in.host(at.ids)[row] = 0;
-  in.host(at.slot)[row] = kPadding;
-  in.host(at.first)[row] = 1;
-  in.host(at.begin)[row + 1] = row + 1;
-  in.host(at.output_token)[row] = row;
-  in.host(at.sampling)[row] = {.temperature = 0};
-  in.host(at.position)[row] = 1;
-  in.host(at.target)[row] = -1;
-  in.host(at.top)[row] = 0;
-  in.host(at.counts)[row] = -1;
-  in.host(at.edit_begin)[row + 1] = int32_t(edits.size());
+// Rows that touch nothing: of one token, the last one of all that are left. And outputs that nobody
+// reads.
+void Runner::Impl::fill_padding(const StepShape& shape, const StepShape& to,
+                                const StepInputs& at) {
+  std::fill(in.host(at.ids) + shape.tokens, in.host(at.ids) + to.tokens, 0);
+  for (int32_t row = shape.rows, token = shape.tokens; row < to.rows; ++row) {
+    in.host(at.slot)[row] = kPadding;
+    in.host(at.first)[row] = 1;
+    in.host(at.begin)[row + 1] = row + 1 < to.rows ? ++token : to.tokens;
+  }
+  for (int32_t output = shape.outputs; output < to.outputs; ++output) {
+    in.host(at.output_token)[output] = to.tokens - 1;
+    in.host(at.sampling)[output] = {.temperature = 0};
+    in.host(at.position)[output] = 1;
+    in.host(at.target)[output] = -1;
+    in.host(at.top)[output] = 0;
+    in.host(at.counts)[output] = -1;
+    in.host(at.edit_begin)[output + 1] = int32_t(edits.size());
+  }
 }
 
 void Runner::Impl::run(const StepShape& shape, const StepInputs& at) {
@@ -219,12 +209,12 @@ void Runner::Impl::run(const StepShape& shape, const StepInputs& at) {
 void Runner::Impl::warm_up() {
   const int32_t most = std::min(limits.slots, limits.step_tokens);
   for (int32_t rows = 1; rows <= most; ++rows) {
-    rows = padded_rows(rows, limits);
-    const StepShape shape{rows, rows, rows};
+    const StepShape shape = padded_shape({rows, rows, rows}, limits);
+    rows = shape.rows;
     const StepInputs at(shape, pages);
     in.host(at.begin)[0] = 0;
     in.host(at.edit_begin)[0] = 0;
-    for (int32_t row = 0; row < rows; ++row) fill_padding(row, at);
+    fill_padding({}, shape, at);
     for (int times = 0; times < 2; ++times) run(shape, at);
     backend.finish();
   }
@@ -334,11 +324,12 @@ void Runner::begin(const StepBatch& batch) {
   WEIR_CHECK(self.steps_begun - self.steps_finished < steps_out());
   const StepShape shape{int32_t(batch.rows.size()), int32_t(batch.tokens.size()),
                         int32_t(batch.outputs.size())};
-  const StepShape padded = self.padded(shape);
+  const StepShape padded =
+      self.backend.remembers_programs() ? padded_shape(shape, self.limits) : shape;
   const StepInputs at(padded, self.pages);
   self.fill_rows(batch, at);
   self.fill_outputs(batch, at);
-  for (int32_t row = shape.rows; row < padded.rows; ++row) self.fill_padding(row, at);
+  self.fill_padding(shape, padded, at);
   for (const SlotCopy& copy : batch.starts) self.pool.copy_slot(copy.to, copy.from);
   self.run(padded, at);
   for (const SlotCopy& copy : batch.keeps) self.pool.copy_slot(copy.to, copy.from);

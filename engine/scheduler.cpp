@@ -49,6 +49,7 @@ Scheduler::Scheduler(const Limits& limits)
   WEIR_CHECK(limits.pages >= 0 && limits.page_tokens > 0);
   WEIR_CHECK(limits.step_tokens >= limits.slots);  // all that decode move in every step
   WEIR_CHECK(limits.chunk_tokens >= 1 && limits.chunk_tokens <= limits.step_tokens);
+  WEIR_CHECK(limits.padding >= 0);
   WEIR_CHECK(limits.queued >= 0 && limits.snapshots >= 0);
   WEIR_CHECK(limits.prompt_tokens >= 1 && limits.new_tokens >= 1 && limits.vocab >= 1);
   for (Slot slot = limits.slots; slot-- > 0;) free_slots_.push_back(slot);
@@ -111,8 +112,11 @@ const StepBatch& Scheduler::next(Nanoseconds now) {
   for (Sequence* sequence : running_) {
     if (sequence->moves() && sequence->unread() == 1) add_row(*sequence, 1, batch);
   }
+  // A step that is nearly full of rows that decode is left unpadded, not without prompts.
+  int32_t most = limits_.step_tokens;
+  if (most - int32_t(batch.tokens.size()) > 2 * limits_.padding) most -= limits_.padding;
   for (Sequence* sequence : running_) {
-    const int32_t room = limits_.step_tokens - int32_t(batch.tokens.size());
+    const int32_t room = most - int32_t(batch.tokens.size());
     int32_t count = std::min({sequence->unread(), limits_.chunk_tokens, room});
     count = std::min(count, sequence->before_snapshot());
     if (sequence->moves() && sequence->unread() > 1 && count > 0) add_row(*sequence, count, batch);

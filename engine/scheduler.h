@@ -67,8 +67,8 @@ struct Drawn {
 // A sequence is admitted only with a slot and all the KV pages it can ever need, so nothing that
 // runs ever waits for memory and nothing is preempted. A row with one unread token decodes, a row
 // with more is a chunk of prompt: there are no modes. Every running sequence that decodes moves in
-// every step; prompts share what is left of step_tokens, at most chunk_tokens each, in order of
-// admission. No chunk crosses a position whose state is to be kept.
+// every step; prompts share what is left of step_tokens and Limits::padding, at most chunk_tokens
+// each, in order of admission. No chunk crosses a position whose state is to be kept.
 //
 // A step may be handed out before the one before it is committed, so that a device need not wait
 // for its host. A row that decodes then reads a token that is not known yet. Should its sequence

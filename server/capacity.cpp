@@ -54,6 +54,7 @@ class Planner {
     Limits limits = plan_.limits;
     limits.slots = slots;
     limits.step_tokens = std::max(asked_.step_tokens, slots);
+    limits.padding = limits.step_tokens <= kPaddedMost ? given_.step_padding : 0;
     limits.chunk_tokens = std::min(asked_.chunk_tokens, limits.step_tokens);
     limits.pages = plan_.page_bytes > 0 ? 1 : 0;
     return limits;

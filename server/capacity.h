@@ -26,6 +26,7 @@ struct CapacityGiven {
   size_t weights_bytes = 0;
   double left_alone = 0.1;   // share of free_bytes that others, or the driver, need
   double for_states = 0.5;   // share of what then remains beside the weights, unless asked for
+  int32_t step_padding = 0;  // Limits::padding of small steps
   // Bytes of workspace that these limits need.
   std::function<size_t(const Limits&)> workspace_bytes;
 };

@@ -126,10 +126,11 @@ absl::Status Server::plan() {
                             .new_tokens = options.max_new_tokens,
                             .strict = options.strict};
   CapacityGiven given{.free_bytes = device.free_bytes,
-                            .weights_bytes = weight_file_bytes(options.model_folder),
-                            .workspace_bytes = [&spec](const Limits& limits) {
-                              return Runner::workspace_bytes(*spec, limits);
-                            }};
+                      .weights_bytes = weight_file_bytes(options.model_folder),
+                      .step_padding = backend->remembers_programs() ? kStepPadding : 0,
+                      .workspace_bytes = [&spec](const Limits& limits) {
+                        return Runner::workspace_bytes(*spec, limits);
+                      }};
   if (!on_cpu(options)) {  // a GPU is the server's alone; the driver and the graphs need a GiB
     given.left_alone = std::min(0.1, 0x1p30 / double(device.free_bytes));
     given.for_states = 1;

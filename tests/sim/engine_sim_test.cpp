@@ -57,6 +57,7 @@ Limits random_limits(Chance& chance) {
   limits.pages = chance.percent(50) ? chance.pick(10, 40) : 0;
   limits.page_tokens = chance.pick(4, 16);
   limits.step_tokens = limits.slots + chance.pick(0, 20);
+  limits.padding = chance.pick(0, 12);
   limits.chunk_tokens = chance.pick(1, limits.step_tokens);
   limits.queued = chance.pick(0, 6);
   limits.prompt_tokens = 30;

@@ -102,6 +102,7 @@ class SimulatedDay {
     limits.page_tokens = chance_.pick(1, 16);
     limits.pages = chance_.percent(limits.snapshots > 0 ? 10 : 60) ? chance_.pick(1, 60) : 0;
     limits.step_tokens = limits.slots + (chance_.percent(30) ? 0 : chance_.pick(0, 40));
+    limits.padding = chance_.percent(50) ? chance_.pick(1, 12) : 0;
     limits.chunk_tokens = chance_.pick(1, limits.step_tokens);
     limits.queued = chance_.pick(0, 10);
     limits.prompt_tokens = chance_.pick(1, 60);
@@ -214,6 +215,7 @@ class SimulatedDay {
     size_t row = 0;
     int32_t room = limits_.step_tokens;
     for (const bool decodes : {true, false}) {
+      if (!decodes && room > 2 * limits_.padding) room -= limits_.padding;
       for (const SequenceId id : running_) {
         Client& client = open_.at(id);
         if (!client.moves() || (client.unread() == 1) != decodes) continue;

@@ -1,4 +1,4 @@
-// Decode steps padded to few shapes, as a backend wants that remembers programs: a padding row that
+// Steps padded to few shapes, as a backend wants that remembers programs: a padding row that
 // touches a slot, shifts an answer or misses the warm-up; a warm-up that a sequence notices.
 #include <gtest/gtest.h>
 
@@ -12,10 +12,10 @@
 namespace weir {
 namespace {
 
-// The CPU, wanting few shapes; counts the steps by the rows they draw for.
+// The CPU, wanting few shapes; counts the steps by the rows they draw for, and by their tokens.
 class Remembering final : public Backend {
  public:
-  std::map<int32_t, int> steps;
+  std::map<int32_t, int> steps, tokens;
 
   DeviceInfo info() const override { return cpu_->info(); }
   void* allocate(size_t bytes) override { return cpu_->allocate(bytes); }
@@ -29,6 +29,7 @@ class Remembering final : public Backend {
   void run(const Program& program) override {
     const auto* sample = std::get_if<Sample>(&program.back());
     ++steps[sample == nullptr ? 0 : sample->count];
+    ++tokens[std::get<Embed>(program.front()).tokens];
     cpu_->run(program);
   }
   bool remembers_programs() const override { return true; }
@@ -38,7 +39,7 @@ class Remembering final : public Backend {
   std::unique_ptr<Backend> cpu_ = make_cpu_backend({.threads = 2});
 };
 
-constexpr int32_t kSlots = 11, kLength = 12;
+constexpr int32_t kSlots = 11, kLength = 16;
 
 struct Served {
   Served(const std::string& name, std::unique_ptr<Backend> on)
@@ -57,8 +58,8 @@ struct Served {
   Runner runner;
 };
 
-// Random days of decode steps: which of the slots move, and by which token.
-std::vector<std::vector<float>> logits_of(Served& served) {
+// Random days: which of the slots move, and by which tokens; `most` of them at a time.
+std::vector<std::vector<float>> logits_of(Served& served, uint32_t most) {
   std::mt19937 random(7);
   std::vector<std::vector<float>> all;
   std::vector<int32_t> length(kSlots, 0);
@@ -71,13 +72,19 @@ std::vector<std::vector<float>> logits_of(Served& served) {
     for (int32_t slot = 0; slot < kSlots; ++slot) {
       int32_t& at = length[size_t(slot)];
       if (random() % 3 == 0 || at == kLength) continue;
-      const auto row = int32_t(batch.rows.size());
-      batch.tokens.push_back(Token(random() % uint32_t(served.limits.vocab)));
-      batch.rows.push_back({.slot = slot, .first = at, .count = 1, .begin = row,
+      const auto begin = int32_t(batch.tokens.size());
+      const int32_t count = std::min(int32_t(1 + random() % most), kLength - at);
+      for (int32_t i = 0; i < count; ++i) {
+        batch.tokens.push_back(Token(random() % uint32_t(served.limits.vocab)));
+      }
+      batch.rows.push_back({.slot = slot, .first = at, .count = count, .begin = begin,
                             .pages = pages[size_t(slot)]});
-      batch.outputs.push_back({.token = row, .position = ++at});
+      at += count;
+      if (count == 1 || random() % 2 == 0) {
+        batch.outputs.push_back({.token = begin + count - 1, .position = at});
+      }
     }
-    if (batch.rows.empty()) continue;
+    if (batch.outputs.empty()) continue;
     served.runner.step(batch);
     for (size_t i = 0; i < batch.outputs.size(); ++i) {
       all.push_back(served.runner.logits(int32_t(i)));
@@ -96,10 +103,24 @@ TEST_P(PaddedSteps, AnswerAsUnpaddedOnes) {
   // which leave something in every slot.
   EXPECT_EQ(steps, (std::map<int32_t, int>{{1, 4}, {2, 2}, {4, 2}, {8, 2}, {kSlots, 2}}));
   Served plain(GetParam(), make_cpu_backend({.threads = 2}));
-  EXPECT_EQ(logits_of(padded), logits_of(plain));
+  EXPECT_EQ(logits_of(padded, 1), logits_of(plain, 1));
   for (const auto& [rows, times] : steps) {
     EXPECT_TRUE(rows == 1 || rows == 2 || rows == 4 || rows == 8 || rows == kSlots) << rows;
   }
+}
+
+TEST_P(PaddedSteps, OfPromptsAmongOthersAnswerAsUnpaddedOnes) {
+  auto remembering = std::make_unique<Remembering>();
+  auto& tokens = remembering->tokens;
+  auto& steps = remembering->steps;
+  Served padded(GetParam(), std::move(remembering));
+  tokens.clear();
+  steps.clear();
+  Served plain(GetParam(), make_cpu_backend({.threads = 2}));
+  EXPECT_EQ(logits_of(padded, 5), logits_of(plain, 5));
+  EXPECT_GE(tokens[32] + tokens[48], 5);
+  for (const auto& [count, times] : tokens) EXPECT_TRUE(count % 16 == 0 || count < 8) << count;
+  for (const auto& [rows, times] : steps) EXPECT_TRUE(rows % 8 == 0 || rows < 8) << rows;
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, PaddedSteps,

@@ -72,6 +72,14 @@ BUGS = {
         SCHEDULER,
         "sequence.drawn() >= request.new_tokens",
         "sequence.drawn() > request.new_tokens"),
+    "prompts take what padding was left": (
+        SCHEDULER,
+        " most -= limits_.padding;",
+        " most -= 0;"),
+    "prompts starve for padding's sake": (
+        SCHEDULER,
+        " > 2 * limits_.padding) most",
+        " > 0) most"),
     "step budget exceeded": (
         SCHEDULER,
         "std::min({sequence->unread(), limits_.chunk_tokens, room})",

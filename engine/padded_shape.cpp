@@ -1,0 +1,41 @@
+#include "engine/padded_shape.h"
+
+#include <algorithm>
+#include <bit>
+
+namespace weir {
+namespace {
+
+int32_t round_up(int32_t value, int32_t to) { return (value + to - 1) / to * to; }
+
+int32_t decode_rows(int32_t rows, const Limits& limits) {
+  constexpr int32_t kSteps[] = {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128};
+  const auto* const step = std::ranges::lower_bound(kSteps, rows);
+  const int32_t padded = step != std::end(kSteps) ? *step : round_up(rows, 64);
+  return std::min({padded, limits.slots, limits.step_tokens});
+}
+
+// One more row at least, whose tokens fill the step up: to a multiple of 16 to 128, an eighth of a
+// power of two.
+StepShape mixed(const StepShape& shape) {
+  const int32_t rows = round_up(shape.rows + 1, kStepPadding);
+  const int32_t tokens = shape.tokens + rows - shape.rows;
+  const auto part = int32_t(std::bit_floor(uint32_t(tokens)) / 8);
+  return {rows, round_up(tokens, std::max(16, part)), round_up(shape.outputs, kStepPadding)};
+}
+
+}  // namespace
+
+StepShape padded_shape(const StepShape& shape, const Limits& limits) {
+  if (shape.rows == 0) return shape;
+  if (shape.rows == shape.tokens) {
+    if (shape.rows != shape.outputs) return shape;
+    const int32_t rows = decode_rows(shape.rows, limits);
+    return {rows, rows, rows};
+  }
+  if (shape.rows == 1 || shape.tokens > kPaddedMost) return shape;
+  const StepShape padded = mixed(shape);
+  return padded.tokens <= limits.step_tokens ? padded : shape;
+}
+
+}  // namespace weir
