@@ -11,38 +11,46 @@ namespace weir::cuda::hopper {
 
 // Consecutive parts that lie next to each other are one matrix: a slab.
 struct Slabs {
-  CUtensorMap map[Linear::kParts];
   int first_tile[Linear::kParts + 1];  // tiles of `rows` rows; none spans two slabs
   int first_row[Linear::kParts];       // of y
   int rows[Linear::kParts];
+  CUtensorMap map[Linear::kParts];
 };
 
+// What every thread reads comes first and close together: parameters are fetched some at a time,
+// and the first to read them waits.
 struct Job {
-  CUtensorMap x;  // [planes, tokens, in]
-  Slabs slabs;    // gated: the gate's matrix and, as second map, the other one's
-  Acts y;         // gated: silu(gate) * up
-  SplitVectors split;            // gated or normed: y, or y times norm_weight; or null
-  const float* norm_weight;      // null: not normed
-  float* squares_to;             // normed: [tiles, kHopperTokens] sums of y's squares
-  const float* squares;          // of x, if it lacks its norm's scale
-  int squares_count;             // 0: it lacks none
-  float eps;
-  const float* bias[Linear::kParts];
-  int part_end[Linear::kParts];  // rows of y above it
   int tokens, padded;            // padded to 8
   int planes;                    // of x: 2 high and low, 1 high alone
   int chunks;                    // of 64 columns
   int in;
   int cluster, stages;
+  int early;                     // stages of the matrix asked for before x can be read
+  int squares_count;             // 0: x lacks no scale
+  float eps;
   bool accumulate, gated;
   bool plain;                    // y is stored in fours and has no bias
+  Acts y;                        // gated: silu(gate) * up
+  SplitVectors split;            // gated or normed: y, or y times norm_weight; or null
+  const float* norm_weight;      // null: not normed
+  float* squares_to;             // normed: [tiles, kHopperTokens] sums of y's squares
+  const float* squares;          // of x, if it lacks its norm's scale
+  Slabs slabs;    // gated: the gate's matrix and, as second map, the other one's
+  CUtensorMap x;  // [planes, tokens, in]
+  const float* bias[Linear::kParts];
+  int part_end[Linear::kParts];  // rows of y above it
 };
 
 // Where a block's work lies.
 struct Block {
   int slab, first_row;   // of the slab
+  int rows, above;       // the slab's, and those of y above it
   int rank, first, end;  // chunks
 };
+
+// Of a token's sums in shared memory, in numbers. Eight more than a multiple of 16: a quarter of a
+// warp that stores pairs of four tokens then meets every bank once.
+constexpr int stride_of(int rows) { return rows % 16 == 8 ? rows : rows + 8; }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -62,19 +70,27 @@ __device__ inline float4 times(const float4& a, float b) {
   return {a.x * b, a.y * b, a.z * b, a.w * b};
 }
 
-// What x's norm multiplies each token by, or 1; for later, by as many threads as tokens.
-__device__ inline void load_scales(const Job& job, float* scale) {
-  if (threadIdx.x >= job.tokens) return;
-  float sum = 0;
+// The threads of a block that store its sums, all but the copying warp's.
+struct Team {
+  int thread, count;
+  __device__ void meet() const { barrier_among<2>(count); }
+};
+
+// What x's norm multiplies each token by, or 1; for later, by `threads` threads.
+__device__ inline void load_scales(const Job& job, float* scale, int thread, int threads) {
+#pragma unroll 1
+  for (int t = thread; t < job.tokens; t += threads) {
+    float sum = 0;
 #pragma unroll 4
-  for (int i = 0; i < job.squares_count; ++i) sum += job.squares[i * kHopperTokens + threadIdx.x];
-  scale[threadIdx.x] =
-      job.squares_count == 0 ? 1.0f : 1.0f / sqrtf(sum / float(job.in) + job.eps);
+    for (int i = 0; i < job.squares_count; ++i) sum += job.squares[i * kHopperTokens + t];
+    scale[t] = job.squares_count == 0 ? 1.0f : 1.0f / sqrtf(sum / float(job.in) + job.eps);
+  }
 }
 
 // The cluster's sums of the same four numbers, in the order of the blocks' ranks.
 template <int kCluster>
 __device__ inline float4 sum_of(const float* mine) {
+  if constexpr (kCluster == 1) return *reinterpret_cast<const float4*>(mine);
   float4 part[kCluster];
 #pragma unroll
   for (int c = 0; c < kCluster; ++c) part[c] = read_four(mine, uint32_t(c));
@@ -95,19 +111,19 @@ struct Share {
 
 // Adds up and stores what is not plain, a number at a time. Seldom needed: what blocks run at their
 // end is kept short, as its instructions come from memory anew when other kernels ran before.
-__device__ __noinline__ void store_slowly(const Job& job, const Block& block, const float* sums,
-                                          const float* scale, int tile_rows) {
+__device__ __noinline__ void store_slowly(const Job& job, const Block& block, const Team& team,
+                                          const float* sums, const float* scale, int tile_rows) {
   const Share share(job, block);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < share.count * tile_rows; i += blockDim.x) {
+  for (int i = team.thread; i < share.count * tile_rows; i += team.count) {
     const int token = share.first + i / tile_rows, column = i % tile_rows;
-    if (block.first_row + column >= job.slabs.rows[block.slab]) continue;
+    if (block.first_row + column >= block.rows) continue;
     float v = 0;
     for (int c = 0; c < job.cluster; ++c) {
-      v += read_peer(sums + token * (tile_rows + 4) + column, uint32_t(c));
+      v += read_peer(sums + token * stride_of(tile_rows) + column, uint32_t(c));
     }
     v *= scale[token];
-    const int row = job.slabs.first_row[block.slab] + block.first_row + column;
+    const int row = block.above + block.first_row + column;
     int part = 0;
     while (row >= job.part_end[part]) ++part;
     const int above = part == 0 ? 0 : job.part_end[part - 1];
@@ -119,44 +135,78 @@ __device__ __noinline__ void store_slowly(const Job& job, const Block& block, co
 
 // The tile's part of each own token's sum of squares, of those of its fours.
 template <int kFours>
-__device__ inline void leave_squares(const Job& job, const float* squares, const Share& share) {
-  __syncthreads();  // they are there
+__device__ inline void leave_squares(const Job& job, const Team& team, const float* squares,
+                                     const Share& share) {
+  team.meet();  // they are there
   float* to = job.squares_to + int(blockIdx.x) / job.cluster * kHopperTokens + share.first;
 #pragma unroll 1
-  for (int t = threadIdx.x; t < share.count; t += blockDim.x) {
+  for (int t = team.thread; t < share.count; t += team.count) {
     float sum = 0;
-#pragma unroll 4
+#pragma unroll 6
     for (int i = 0; i < kFours; ++i) sum += squares[t * kFours + i];
     to[t] = sum;
   }
 }
 
-// Adds the cluster's sums, each [tokens][kRows + 4] in its block's shared memory, and stores those
-// of this block's share.
-template <int kRows, int kCluster>
-__device__ inline void store_sums(const Job& job, const Block& block, float* sums,
-                                  const float* scale) {
-  constexpr int kFours = kRows / 4;
-  const Share share(job, block);
-  const int rows = job.slabs.rows[block.slab], above = job.slabs.first_row[block.slab];
-  float* squares = sums + job.tokens * (kRows + 4);  // [own tokens, kFours]
-#pragma unroll 1
-  for (int i = threadIdx.x; i < share.count * kFours; i += blockDim.x) {
-    const int token = share.first + i / kFours, row = block.first_row + i % kFours * 4;
-    const bool exists = row < rows;
-    auto* to = reinterpret_cast<float4*>(at(job.y, token) + above + row);
-    float4 v = {};
-    if (job.accumulate && exists) v = *to;
-    const float4 sum = sum_of<kCluster>(sums + token * (kRows + 4) + i % kFours * 4);
-    if (exists) *to = v = add(v, times(sum, scale[token]));
-    if (job.norm_weight == nullptr) continue;
-    squares[i] = v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-    if (!exists) continue;
-    const float4 weight = *reinterpret_cast<const float4*>(job.norm_weight + row);
-    store_split(job.split, int64_t(token) * rows + row,
-                {v.x * weight.x, v.y * weight.y, v.z * weight.z, v.w * weight.w});
+// Four numbers of y as they were, and their norm's weights, read before the sums are there: the
+// block's i-th four, of `fours` in each token's part of the tile.
+struct Old {
+  float4 y{}, weight{};
+  __device__ Old() = default;
+  __device__ Old(const Job& job, const Block& block, const Share& share, int fours, int i) {
+    const int row = block.first_row + i % fours * 4;
+    if (!is_read(job) || i >= share.count * fours || row >= block.rows) return;
+    const float* from = at(job.y, share.first + i / fours) + block.above + row;
+    if (job.accumulate) y = __ldcg(reinterpret_cast<const float4*>(from));
+    if (job.norm_weight == nullptr) return;
+    weight = *reinterpret_cast<const float4*>(job.norm_weight + row);
   }
-  if (job.norm_weight != nullptr) leave_squares<kFours>(job, squares, share);
+  __device__ static bool is_read(const Job& job) {
+    return job.plain && (job.accumulate || job.norm_weight != nullptr);
+  }
+};
+
+// Asks for all of it to be brought to the L2 cache, before the predecessor is done: later it would
+// come from memory behind whatever the successor's blocks have asked for.
+template <int kRows>
+__device__ inline void bring_old(const Job& job, const Block& block, const Team& team,
+                                 const Share& share) {
+  if (!Old::is_read(job)) return;
+  constexpr int kFours = kRows / 4;
+#pragma unroll 1
+  for (int i = team.thread; i < share.count * kFours; i += team.count) {
+    const int row = block.first_row + i % kFours * 4;
+    if (row >= block.rows) continue;
+    if (job.accumulate) prefetch_line(at(job.y, share.first + i / kFours) + block.above + row);
+    if (job.norm_weight != nullptr && i < kFours) prefetch_line(job.norm_weight + row);
+  }
+}
+
+// Adds the cluster's sums, each [tokens][stride_of(kRows)] in its block's shared memory, and stores
+// those of this block's share. `old` is what belongs to the thread's first four.
+template <int kRows, int kCluster>
+__device__ inline void store_sums(const Job& job, const Block& block, const Team& team,
+                                  float* sums, const float* scale, Old old) {
+  constexpr int kFours = kRows / 4, kStride = stride_of(kRows);
+  const Share share(job, block);
+  float* squares = sums + job.tokens * kStride;  // [own tokens, kFours]
+#pragma unroll 1
+  for (int i = team.thread; i < share.count * kFours; i += team.count) {
+    const Old own = old;
+    old = Old(job, block, share, kFours, i + team.count);
+    const int token = share.first + i / kFours, row = block.first_row + i % kFours * 4;
+    const float4 sum = sum_of<kCluster>(sums + token * kStride + i % kFours * 4);
+    const float4 v = add(own.y, times(sum, scale[token]));
+    const bool exists = row < block.rows;
+    if (exists) *reinterpret_cast<float4*>(at(job.y, token) + block.above + row) = v;
+    if (job.norm_weight == nullptr) continue;
+    squares[i] = exists ? v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w : 0.0f;
+    if (!exists) continue;
+    const float4& w = own.weight;
+    store_split(job.split, int64_t(token) * block.rows + row,
+                {v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w});
+  }
+  if (job.norm_weight != nullptr) leave_squares<kFours>(job, team, squares, share);
 }
 
 // Within 1e-6 of it.
@@ -166,31 +216,30 @@ __device__ inline float gated(float gate, float up) {
 
 // silu(gate) * up: the upper half of a block's rows are the gate's, the lower the other matrix's.
 template <int kRows, int kCluster>
-__device__ inline void store_gated(const Job& job, const Block& block, const float* sums,
-                                   const float* scale) {
+__device__ inline void store_gated(const Job& job, const Block& block, const Team& team,
+                                   const float* sums, const float* scale) {
   constexpr int kFours = kRows / 8;
   const Share share(job, block);
-  const int rows = job.slabs.rows[0];
 #pragma unroll 1
-  for (int i = threadIdx.x; i < share.count * kFours; i += blockDim.x) {
+  for (int i = team.thread; i < share.count * kFours; i += team.count) {
     const int token = share.first + i / kFours, row = block.first_row + i % kFours * 4;
-    const float* mine = sums + token * (kRows + 4) + i % kFours * 4;
+    const float* mine = sums + token * stride_of(kRows) + i % kFours * 4;
     const float4 g = times(sum_of<kCluster>(mine), scale[token]);
     const float4 u = times(sum_of<kCluster>(mine + kRows / 2), scale[token]);
-    if (row >= rows) continue;
+    if (row >= block.rows) continue;
     const float4 v = {gated(g.x, u.x), gated(g.y, u.y), gated(g.z, u.z), gated(g.w, u.w)};
     *reinterpret_cast<float4*>(at(job.y, token) + row) = v;
-    store_split(job.split, int64_t(token) * rows + row, v);
+    store_split(job.split, int64_t(token) * block.rows + row, v);
   }
 }
 
 template <int kRows, int kCluster>
-__device__ inline void store_all(const Job& job, const Block& block, float* sums,
-                                 const float* scale) {
+__device__ inline void store_all(const Job& job, const Block& block, const Team& team,
+                                 float* sums, const float* scale, const Old& old) {
   if constexpr (kRows % 16 == 0) {
-    if (job.gated) return store_gated<kRows, kCluster>(job, block, sums, scale);
+    if (job.gated) return store_gated<kRows, kCluster>(job, block, team, sums, scale);
   }
-  store_sums<kRows, kCluster>(job, block, sums, scale);
+  store_sums<kRows, kCluster>(job, block, team, sums, scale, old);
 }
 
 #endif  // 9.0a

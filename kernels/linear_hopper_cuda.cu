@@ -21,8 +21,8 @@ using namespace hopper;
 // The first stages of the matrix are on their way before the predecessor has finished; as the last
 // ones are asked for, the successor may start and ask for its own, so that memory does not pause.
 //
-// A token's sum is one order of columns that depends on the matrix alone: not on the number of
-// tokens.
+// A token's sum is one order of columns that depends on the matrix and on whether x has low planes:
+// not on the number of tokens.
 //
 // A gate and its other half (SwiGLU) are done in the same kernel: a block then has as many rows of
 // the one as of the other. So is half of a norm of y: its weights here; its scale, a number a token
@@ -38,14 +38,17 @@ constexpr size_t kAlign = 1024;     // of a swizzled tile
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-constexpr int kEarly = 5;  // stages not yet asked for when the successor may start
+constexpr int kLate = 5;  // stages not yet asked for when the successor may start
 
 __device__ inline Block block_of(const Job& job, int rows) {
+  const Slabs& slabs = job.slabs;
   Block block;
   const int tile = int(blockIdx.x) / job.cluster;
   block.slab = 0;
-  while (tile >= job.slabs.first_tile[block.slab + 1]) ++block.slab;
-  block.first_row = (tile - job.slabs.first_tile[block.slab]) * rows;
+  while (tile >= slabs.first_tile[block.slab + 1]) ++block.slab;
+  block.first_row = (tile - slabs.first_tile[block.slab]) * rows;
+  block.rows = slabs.rows[block.slab];
+  block.above = slabs.first_row[block.slab];
   block.rank = int(blockIdx.x) % job.cluster;
   const int share = (job.chunks + job.cluster - 1) / job.cluster;
   block.first = min(job.chunks, block.rank * share);
@@ -62,40 +65,77 @@ struct Ring {
   __device__ uint32_t matrix(int stage) const { return x(stage) + x_bytes; }
 };
 
-// The copying warp's one thread.
-__device__ void copy_stages(const Job& job, const Block& block, const Ring& ring) {
-  const CUtensorMap& map = job.slabs.map[block.slab];
-  prefetch_map(map);
-  prefetch_map(job.x);
-  const int count = block.end - block.first, ahead = min(count, job.stages);
-  const auto copy_matrix = [&](int chunk, int stage) {
+// What the copying warp's one thread does.
+struct Copies {
+  const Job& job;
+  const Block& block;
+  const Ring& ring;
+
+  __device__ void matrix(int chunk, int stage) const {
     barrier_expect(ring.full + 8 * stage, ring.stage_bytes);
     const int column = (block.first + chunk) * kColumns, full = ring.full + 8 * stage;
-    copy_box(ring.matrix(stage), map, column, block.first_row, full, kReadOnce);
+    copy_box(ring.matrix(stage), job.slabs.map[block.slab], column, block.first_row, full,
+             kReadOnce);
     if (!job.gated) return;
     const uint32_t half = (ring.stage_bytes - ring.x_bytes) / 2;
     copy_box(ring.matrix(stage) + half, job.slabs.map[1], column, block.first_row, full, kReadOnce);
-  };
-  const auto copy_x = [&](int chunk, int stage) {
+  }
+  __device__ void x(int chunk, int stage) const {
     copy_box(ring.x(stage), job.x, (block.first + chunk) * kColumns, 0, 0, ring.full + 8 * stage,
              kReadOften);
-  };
-#pragma unroll 1  // here and below: see store_slowly()
-  for (int i = 0; i < ahead; ++i) copy_matrix(i, i);
-  if (count <= ahead + kEarly) let_successor_start();
-  wait_for_predecessor();
+  }
+  __device__ int count() const { return block.end - block.first; }
+  __device__ int ahead() const { return min(count(), job.stages); }
+  __device__ int early() const { return min(ahead(), job.early); }
+
+  // Before the other threads know of the barriers.
+  template <int kGroups>
+  __device__ void begin() const {
 #pragma unroll 1
-  for (int i = 0; i < ahead; ++i) copy_x(i, i);
-#pragma unroll 1
-  for (int i = ahead, stage = 0, parity = 0; i < count; ++i) {
-    barrier_wait(ring.free + 8 * stage, parity);
-    copy_matrix(i, stage);
-    copy_x(i, stage);
-    if (i + 1 + kEarly == count) let_successor_start();
-    if (++stage == job.stages) {
-      stage = 0;
-      parity ^= 1;
+    for (int s = 0; s < job.stages; ++s) {
+      barrier_init(ring.full + 8 * s, 1);
+      barrier_init(ring.free + 8 * s, kGroups);
     }
+    barrier_init_done();
+#pragma unroll 1  // here and below: see store_slowly()
+    for (int i = 0; i < early(); ++i) matrix(i, i);
+    prefetch_map(job.x);
+    if (count() <= ahead() + kLate) let_successor_start();
+  }
+  __device__ void finish() const {
+    wait_for_predecessor();
+#pragma unroll 1
+    for (int i = 0; i < ahead(); ++i) {
+      if (i >= early()) matrix(i, i);
+      x(i, i);
+    }
+#pragma unroll 1
+    for (int i = ahead(), stage = 0, parity = 0; i < count(); ++i) {
+      barrier_wait(ring.free + 8 * stage, parity);
+      matrix(i, stage);
+      x(i, stage);
+      if (i + 1 + kLate == count()) let_successor_start();
+      if (++stage == job.stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  }
+};
+
+// The copying warp. It has no part in what the others do with the sums, but in the cluster's
+// meetings, which count every warp.
+template <int kGroups>
+__device__ void copy(const Job& job, const Block& block, const Ring& ring) {
+  const bool first = threadIdx.x % 32 == 0;
+  const Copies copies{job, block, ring};
+  if (first) copies.begin<kGroups>();
+  __syncthreads();  // the barriers are there
+  if (first) copies.finish();
+  __syncwarp();
+  if (job.cluster > 1) {
+    cluster_meeting();
+    cluster_meeting();
   }
 }
 
@@ -130,6 +170,22 @@ __device__ void add_stages(const Job& job, const Block& block, const Ring& ring,
   products_wait<0>();
 }
 
+// A warpgroup's sums, [tokens][stride_of(kRows)].
+template <int kRows>
+__device__ inline void leave_sums(const Job& job, const float (&sum)[kRows / 2], float* sums) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int token = warp * 16 + half * 8 + lane / 4;
+    if (token >= job.tokens) continue;
+    float* to = sums + token * stride_of(kRows) + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+      *reinterpret_cast<float2*>(to + 8 * j) = {sum[4 * j + 2 * half], sum[4 * j + 2 * half + 1]};
+    }
+  }
+}
+
 #endif  // 9.0a
 
 // Threads of a block: its warpgroups, the copying warp, and warps that only store: as many as half
@@ -155,23 +211,27 @@ __global__ __launch_bounds__(most_threads(kRows, kGroups), 1) void linear_kernel
   const Block block = block_of(job, job.gated ? kRows / 2 : kRows);
   const int warp = threadIdx.x / 32, group = warp / 4;
 
-  if (threadIdx.x == 0) {
-#pragma unroll 1
-    for (int s = 0; s < job.stages; ++s) {
-      barrier_init(ring.full + 8 * s, 1);
-      barrier_init(ring.free + 8 * s, kGroups);
-    }
-    barrier_init_done();
-  }
+  if (warp == 4 * kGroups) return copy<kGroups>(job, block, ring);
+  const Team team{int(threadIdx.x) - (group < kGroups ? 0 : 32), int(blockDim.x) - 32};
   __syncthreads();  // the barriers are there
   float* sums = reinterpret_cast<float*>(shared + (ring.data - shared_address(shared)));
-  if (warp == 4 * kGroups && threadIdx.x % 32 == 0) copy_stages(job, block, ring);
-  __syncwarp();
+  const Share share(job, block);
+  bring_old<kRows>(job, block, team, share);
+  Old old;
   if (group >= kGroups) {
+    // The others store only once they have met these, so that nothing of the predecessor's is
+    // overwritten early.
     wait_for_predecessor();
+    constexpr int kFirst = (4 * kGroups + 1) * 32;
+    load_scales(job, scale, int(threadIdx.x) - kFirst, int(blockDim.x) - kFirst);
+    old = Old(job, block, share, kRows / 4, team.thread);
   } else {
-    wait_for_predecessor();
-    load_scales(job, scale);
+    if (block.first < block.end) {
+      barrier_wait(ring.full, 0);  // x is there: the predecessor is done
+    } else {
+      wait_for_predecessor();
+    }
+    old = Old(job, block, share, kRows / 4, team.thread);
     float sum[kRows / 2] = {};
     if (job.planes == 2) {
       add_stages<kRows, true>(job, block, ring, group, sum);
@@ -180,31 +240,18 @@ __global__ __launch_bounds__(most_threads(kRows, kGroups), 1) void linear_kernel
     }
     // Every warpgroup has read the ring: its room is free.
     asm volatile("bar.sync 1, %0;" ::"n"(kGroups * kGroupThreads) : "memory");
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = warp * 16 + half * 8 + lane / 4;
-      if (token < job.tokens) {
-        float* to = sums + token * (kRows + 4) + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < kRows / 8; ++j) {
-          *reinterpret_cast<float2*>(to + 8 * j) = {sum[4 * j + 2 * half],
-                                                    sum[4 * j + 2 * half + 1]};
-        }
-      }
-    }
+    leave_sums<kRows>(job, sum, sums);
   }
   if (job.cluster > 1) {
     cluster_barrier();  // every block's sums are there
   } else {
-    __syncthreads();  // the block's sums are there
+    team.meet();  // the block's sums are there
   }
   switch (job.plain ? job.cluster : 0) {
-    case 0: store_slowly(job, block, sums, scale, kRows); break;
-    case 1: store_all<kRows, 1>(job, block, sums, scale); break;
-    case 2: store_all<kRows, 2>(job, block, sums, scale); break;
-    case 4: store_all<kRows, 4>(job, block, sums, scale); break;
-    default: store_all<kRows, 8>(job, block, sums, scale); break;
+    case 0: store_slowly(job, block, team, sums, scale, kRows); break;
+    case 1: store_all<kRows, 1>(job, block, team, sums, scale, old); break;
+    case 2: store_all<kRows, 2>(job, block, team, sums, scale, old); break;
+    default: store_all<kRows, 4>(job, block, team, sums, scale, old); break;
   }
   __syncwarp();
   if (job.cluster > 1) cluster_meeting();  // no block leaves while its sums are being read
@@ -216,7 +263,10 @@ __global__ __launch_bounds__(most_threads(kRows, kGroups), 1) void linear_kernel
 // Of a multiprocessor's 228 KB of shared memory. 2 KB a block are taken besides.
 constexpr size_t kWhole = 217 << 10, kOdd = 231 << 9, kEven = 217 << 9;
 constexpr int kHalfRegisters = 32 << 10;
-
+constexpr int kLeastStages = 4;  // that half of it must hold
+// Where a block has all of it, the predecessor is about to end when it starts: x does not wait for
+// more stages of the matrix than these.
+constexpr int kEarlyStages = 4;
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
@@ -235,14 +285,20 @@ struct Tiling {
   int rows = 0, cluster = 1, tiles = 0;
 };
 
-constexpr int kTileRows[] = {32, 64, 96, 104, 128, 144, 176, 208, 248};
+constexpr int kTileRows[] = {32, 64, 72, 96, 104, 128, 144, 176, 208, 248};
+constexpr int kMostBlocks = 4;  // of a cluster: the sums of eight take too long to meet
 
-Tiling choose_tiling(const int* slab_rows, int slabs, int in, bool gated, const Hopper& hopper) {
+// What a tiling costs is counted in bytes through one multiprocessor: the matrix; some of x, which
+// comes from the cache beside it; and the sums that a cluster exchanges, of 128 tokens, one and a
+// half times, as nothing else moves meanwhile.
+Tiling choose_tiling(const int* slab_rows, int slabs, int in, bool gated, const Context& context) {
   const int chunks = (in + kColumns - 1) / kColumns;
+  const double x_bytes = context.keep_low ? 99 : 77;  // a column: fitted to whole steps
+  constexpr double kSumBytes = 1.5 * kHopperTokens * sizeof(float);  // a row
   Tiling best;
   double least = 0;
-  for (int size = 0; size < Hopper::kClusters; ++size) {
-    const int cluster = 1 << size, at_once = hopper.clusters[size] * cluster;
+  for (int size = 0; 1 << size <= kMostBlocks; ++size) {
+    const int cluster = 1 << size, at_once = context.hopper.clusters[size] * cluster;
     if (at_once == 0 || (cluster > 1 && chunks < 2 * cluster)) break;
     for (const int rows : kTileRows) {
       if (gated && rows % 16 != 0) continue;  // two halves of whole eights
@@ -250,10 +306,9 @@ Tiling choose_tiling(const int* slab_rows, int slabs, int in, bool gated, const 
       int tiles = 0;
       for (int s = 0; s < slabs; ++s) tiles += (slab_rows[s] + each - 1) / each;
       const int waves = (tiles * cluster + at_once - 1) / at_once;
-      // Bytes through one multiprocessor: the matrix; x of 32 tokens, from the cache; and what a
-      // cluster's exchange takes, in bytes that could have been read meanwhile.
       const double columns = double((chunks + cluster - 1) / cluster) * kColumns;
-      const double bytes = waves * columns * (2.0 * rows + 77) + (cluster > 1 ? 16384 : 0);
+      const double bytes =
+          waves * columns * (2.0 * rows + x_bytes) + (cluster > 1 ? kSumBytes * rows : 0);
       if (best.rows == 0 || bytes < least) {
         best = {rows, cluster, tiles};
         least = bytes;
@@ -290,7 +345,7 @@ void encode_rows(CUtensorMap& map, const void* data, int in, int rows, int box_r
 Tiling lay_slabs(const Linear& op, const Context& context, Job& job) {
   int first_part[Linear::kParts], rows[Linear::kParts];
   const int slabs = find_slabs(op, first_part, rows);
-  const Tiling tiling = choose_tiling(rows, slabs, op.in, false, context.hopper);
+  const Tiling tiling = choose_tiling(rows, slabs, op.in, false, context);
   int tile = 0, row = 0;
   for (int s = 0; s < slabs; ++s) {
     encode_rows(job.slabs.map[s], op.part[first_part[s]].data, op.in, rows[s], tiling.rows,
@@ -309,7 +364,7 @@ Tiling lay_slabs(const Linear& op, const Context& context, Job& job) {
 // The same for a gate and its other half, whose rows go side by side.
 Tiling lay_halves(const Linear& op, const Context& context, Job& job) {
   const int rows = op.part[0].rows;
-  const Tiling tiling = choose_tiling(&rows, 1, op.in, true, context.hopper);
+  const Tiling tiling = choose_tiling(&rows, 1, op.in, true, context);
   for (int half = 0; half < 2; ++half) {
     encode_rows(job.slabs.map[half], op.part[half].data, op.in, rows, tiling.rows / 2, context);
   }
@@ -343,10 +398,10 @@ void lay_epilogue(const Epilogue& epilogue, int tiles, Context& context, Job& jo
 Job job_of(const Linear& op, const Epilogue& epilogue, Context& context, Tiling& tiling) {
   const SplitVectors x = split(op.x, op.in, op.tokens, context);
   const bool gated = epilogue.gate != nullptr;
-  Job job{.y = gated ? epilogue.gate->out : op.y, .tokens = op.tokens,
-          .padded = (op.tokens + 7) / 8 * 8, .planes = context.keep_low ? 2 : 1,
-          .chunks = (op.in + kColumns - 1) / kColumns, .in = op.in,
-          .accumulate = op.accumulate, .gated = gated};
+  Job job{.tokens = op.tokens, .padded = (op.tokens + 7) / 8 * 8,
+          .planes = context.keep_low ? 2 : 1, .chunks = (op.in + kColumns - 1) / kColumns,
+          .in = op.in, .accumulate = op.accumulate, .gated = gated,
+          .y = gated ? epilogue.gate->out : op.y};
   job.plain = by_fours(job.y);
   tiling = gated ? lay_halves(op, context, job) : lay_slabs(op, context, job);
   job.cluster = tiling.cluster;
@@ -373,14 +428,14 @@ void start(Job& job, const Tiling& tiling, Context& context) {
   // Unused tokens of a warpgroup are read up to here.
   const size_t read = x_plane * (job.planes - 1) + size_t(kGroups) * kGroupTokens * kRowBytes;
   const size_t beyond = kAlign + (read > stage ? read - stage : 0);
-  const size_t sums = kAlign + size_t(job.tokens) * ((kRows + 4) * sizeof(float) + kRows);
+  const size_t sums = kAlign + size_t(job.tokens) * (stride_of(kRows) * sizeof(float) + kRows);
   size_t shared = kWhole;
   int threads = most_threads(kRows, kGroups);
   // Where half of the shared memory keeps enough on its way, a block leaves room for its
   // successor's. Two of one launch on a multiprocessor would take twice as long, so there is no
   // room for that: odd launches take more than half of the shared memory, even ones more than half
   // of the registers.
-  if (kGroups == 1 && sums <= kEven && beyond + 3 * stage <= kEven) {
+  if (kGroups == 1 && sums <= kEven && beyond + kLeastStages * stage <= kEven) {
     context.odd = !context.odd;
     shared = context.odd ? kOdd : kEven;
     cudaFuncAttributes attributes;
@@ -390,6 +445,7 @@ void start(Job& job, const Tiling& tiling, Context& context) {
   }
   const int share = (job.chunks + job.cluster - 1) / job.cluster;
   job.stages = std::min({int((shared - beyond) / stage), share, kMostStages});
+  job.early = shared == kWhole ? kEarlyStages : kMostStages;
   WEIR_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        int(shared)));
   launch(context,
@@ -444,6 +500,7 @@ void run_hopper(const Linear& op, const Epilogue& epilogue, Context& context) {
   switch (tiling.rows) {
     case 32: return start<32>(job, tiling, context);
     case 64: return start<64>(job, tiling, context);
+    case 72: return start<72>(job, tiling, context);
     case 96: return start<96>(job, tiling, context);
     case 104: return start<104>(job, tiling, context);
     case 128: return start<128>(job, tiling, context);

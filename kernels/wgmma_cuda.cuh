@@ -75,12 +75,16 @@ __device__ void multiply(float (&sum)[kWide / 2], uint64_t a, uint64_t b);
   "%30,%31"
 #define WEIR_SUMS_64 \
   WEIR_SUMS_32, WEIR_FOUR(16), WEIR_FOUR(20), WEIR_FOUR(24), WEIR_FOUR(28)
-#define WEIR_NAMES_96 \
+#define WEIR_NAMES_72 \
   WEIR_NAMES_64 "," \
-  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45," \
-  "%46,%47"
+  "%32,%33,%34,%35"
+#define WEIR_SUMS_72 \
+  WEIR_SUMS_64, WEIR_FOUR(32)
+#define WEIR_NAMES_96 \
+  WEIR_NAMES_72 "," \
+  "%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define WEIR_SUMS_96 \
-  WEIR_SUMS_64, WEIR_FOUR(32), WEIR_FOUR(36), WEIR_FOUR(40), WEIR_FOUR(44)
+  WEIR_SUMS_72, WEIR_FOUR(36), WEIR_FOUR(40), WEIR_FOUR(44)
 #define WEIR_NAMES_104 \
   WEIR_NAMES_96 "," \
   "%48,%49,%50,%51"
@@ -126,6 +130,7 @@ __device__ void multiply(float (&sum)[kWide / 2], uint64_t a, uint64_t b);
   }
 WEIR_MULTIPLY(32, 16, 17)
 WEIR_MULTIPLY(64, 32, 33)
+WEIR_MULTIPLY(72, 36, 37)
 WEIR_MULTIPLY(96, 48, 49)
 WEIR_MULTIPLY(104, 52, 53)
 WEIR_MULTIPLY(128, 64, 65)
