@@ -10,7 +10,7 @@ namespace weir {
 //
 // A result depends on its own x and matrix row alone, and is summed in one fixed order, so that a
 // token's numbers do not depend on how many tokens share the call. On the CPU always; on CUDA up to
-// 128 tokens (16 before Hopper), beyond which a library chooses the order by their number. Hopper's
+// 128 tokens (16 before Hopper), beyond which their number decides what computes it. Hopper's
 // kernel for whole steps of up to four tokens (kernels/resident_cuda.cuh) has an order of its own.
 struct Linear {
   static constexpr int kParts = 8;

@@ -397,11 +397,13 @@ bool fits(const Linear& op, const Swiglu& gate) {
          same(gate.up, op.y.from(gate.dim)) && gate.read_once && gate.dim % 8 == 0 &&
          by_fours(gate.out);
 }
-// Whether op may round what it leaves to gate, as the Linear after it rounds what gate makes of it.
-bool may_be_narrow(const Linear& op, const Swiglu& gate, const Context& context) {
-  return !context.keep_low && fits_large(op, context) && is_one_matrix(op) && by_fours(op.y) &&
+// Whether op and gate are done by run_large_gated(): where that rounds what passes between them,
+// vectors are rounded anyway.
+bool may_be_gated(const Linear& op, const Swiglu& gate, const Context& context) {
+  return fits_large(op, context) && is_one_matrix(op) && by_fours(op.y) &&
          op.tokens <= most_split(op.in, context) &&
-         next_reads_split(gate.out, gate.dim, gate.tokens, context);
+         next_reads_split(gate.out, gate.dim, gate.tokens, context) &&
+         (!context.keep_low || suits_prompt(total_rows(op), op.in, op.tokens, context));
 }
 // Whether norm's input is just what op computes, and its output just what reader reads.
 bool fits(const Linear& op, const RmsNorm& norm, const Linear& reader) {
@@ -499,13 +501,11 @@ size_t run_fused(std::span<const Op> ops, Context& context) {
       return 2;
     }
     const Linear* const next = std::exchange(context.next, reader);
-    if (!may_be_narrow(*op, *gate, context)) {
+    if (!may_be_gated(*op, *gate, context)) {
       context.next = next;
       return 0;
     }
-    run_large_narrow(*op, context);
-    context.split = std::exchange(context.next_split, {});
-    run_narrow(*gate, context);
+    run_large_gated(*op, *gate, context);
     return 2;
   }
   if (!fits_hopper(*op, context)) return 0;

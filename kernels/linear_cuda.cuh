@@ -29,10 +29,28 @@ inline float* squares_of(const Split& split, const Context& context) {
   return reinterpret_cast<float*>(static_cast<char*>(context.scratch) +
                                   (split.half + 1) * context.half_bytes - kSquaresBytes);
 }
+// A product for many tokens, by the kernel for prompts on Hopper.
+struct PromptProduct {
+  enum class Leave {
+    Exact,  // y = W x, float32
+    Added,  // y += W x, float32
+    Gated,  // y = silu(W x) * (V x), bf16 without gaps, and what that takes away in `low`, if set
+  };
+  const void *matrix, *second;  // W, and V of a gate: [rows, in] bf16
+  int rows, in, tokens;
+  SplitVectors x;
+  void *y, *low;   // 16-byte aligned, and so is every token of it
+  int64_t stride;  // of y in float32, in numbers
+  Leave leave;
+};
+// Whether it has enough to do for every multiprocessor; all rows of the product, of a gate both.
+bool suits_prompt(int rows, int in, int tokens, const Context& context);
+void run_prompt(const PromptProduct& product, Context& context);
+
 void run_large(const Linear& op, Context& context);   // bf16, 16-byte aligned, by cuBLASLt
-// The same for a Linear of one matrix, without biases, whose output is rounded: bf16 at y.data,
-// without gaps.
-void run_large_narrow(const Linear& op, Context& context);
+// The same for a gate and its other half, one matrix without biases, and what is made of them,
+// which is left split. By run_prompt(), or rounded on the way.
+void run_large_gated(const Linear& op, const Swiglu& gate, Context& context);
 bool is_one_matrix(const Linear& op);
 // Gate and up as run_large_narrow() leaves them; out is left split, for a Linear that reads it so.
 void run_narrow(const Swiglu& op, Context& context);

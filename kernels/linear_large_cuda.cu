@@ -8,6 +8,7 @@
 #include <bit>
 #include <map>
 #include <tuple>
+#include <utility>
 
 #include "kernels/linear_cuda.cuh"
 #include "kernels/matrix_products_cuda.cuh"
@@ -272,6 +273,21 @@ Linear part_of(const Linear& op, const Group& group, int row) {
   return part;
 }
 
+// A group's product, by whichever is faster.
+void multiply(const Linear& part, int rows, const SplitVectors& vectors, Context& context) {
+  const bool adds_once = part.accumulate && vectors.low == nullptr;
+  if (adds_once || !suits_prompt(rows, part.in, part.tokens, context)) {
+    context.products->multiply(part.part[0].data, rows, part.in, vectors, part.tokens,
+                               part.accumulate, part.y, context);
+    return;
+  }
+  using Leave = PromptProduct::Leave;
+  run_prompt({.matrix = part.part[0].data, .rows = rows, .in = part.in, .tokens = part.tokens,
+              .x = vectors, .y = part.y.data, .stride = part.y.stride,
+              .leave = part.accumulate ? Leave::Added : Leave::Exact},
+             context);
+}
+
 }  // namespace
 
 bool is_one_matrix(const Linear& op) {
@@ -279,10 +295,20 @@ bool is_one_matrix(const Linear& op) {
   return all.count == op.parts && fits(op, all, 0);
 }
 
-void run_large_narrow(const Linear& op, Context& context) {
+void run_large_gated(const Linear& op, const Swiglu& gate, Context& context) {
   const SplitVectors vectors = split(op.x, op.in, op.tokens, context);
+  if (suits_prompt(2 * gate.dim, op.in, op.tokens, context)) {
+    const SplitVectors out = leave_split(gate.out, gate.dim, gate.tokens, context);
+    run_prompt({.matrix = op.part[0].data, .second = op.part[1].data, .rows = gate.dim,
+                .in = op.in, .tokens = op.tokens, .x = vectors, .y = out.high, .low = out.low,
+                .leave = PromptProduct::Leave::Gated},
+               context);
+    return;
+  }
   context.products->multiply_narrow(op.part[0].data, total_rows(op), op.in, vectors, op.tokens,
                                     reinterpret_cast<__nv_bfloat16*>(op.y.data), context);
+  context.split = std::exchange(context.next_split, {});
+  run_narrow(gate, context);
 }
 
 void run_large(const Linear& op, Context& context) {
@@ -296,8 +322,7 @@ void run_large(const Linear& op, Context& context) {
       run_small(part, context);
       continue;
     }
-    context.products->multiply(part.part[0].data, group.rows, op.in, vectors, op.tokens,
-                               op.accumulate, part.y, context);
+    multiply(part, group.rows, vectors, context);
     int below = 0;
     for (int p = 0; p < part.parts; below += part.part[p++].rows) {
       if (part.bias[p] == nullptr) continue;

@@ -32,6 +32,32 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column,
       "l"(&map), "r"(column), "r"(row), "r"(plane), "r"(barrier), "l"(policy)
       : "memory");
 }
+// The same into all blocks of a cluster whose bits are set, to the same place in each, and each
+// one's barrier is told.
+__device__ inline void copy_box_to_all(uint32_t to, const CUtensorMap& map, int column, int row,
+                                       uint32_t barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+// From shared to device memory; what lies outside of the tensor is left out.
+__device__ inline void store_box(const CUtensorMap& map, int column, int row, uint32_t from) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(column), "r"(row), "r"(from)
+      : "memory");
+}
+// The same, added to what lies there.
+__device__ inline void add_box(const CUtensorMap& map, int column, int row, uint32_t from) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%1, %2}], [%3];\n"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(column), "r"(row), "r"(from)
+      : "memory");
+}
 __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -106,6 +132,11 @@ __device__ void multiply(float (&sum)[kWide / 2], uint64_t a, uint64_t b);
   "%86,%87"
 #define WEIR_SUMS_176 \
   WEIR_SUMS_144, WEIR_FOUR(72), WEIR_FOUR(76), WEIR_FOUR(80), WEIR_FOUR(84)
+#define WEIR_NAMES_192 \
+  WEIR_NAMES_176 "," \
+  "%88,%89,%90,%91,%92,%93,%94,%95"
+#define WEIR_SUMS_192 \
+  WEIR_SUMS_176, WEIR_FOUR(88), WEIR_FOUR(92)
 #define WEIR_NAMES_208 \
   WEIR_NAMES_176 "," \
   "%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101," \
@@ -136,6 +167,7 @@ WEIR_MULTIPLY(104, 52, 53)
 WEIR_MULTIPLY(128, 64, 65)
 WEIR_MULTIPLY(144, 72, 73)
 WEIR_MULTIPLY(176, 88, 89)
+WEIR_MULTIPLY(192, 96, 97)
 WEIR_MULTIPLY(208, 104, 105)
 WEIR_MULTIPLY(248, 124, 125)
 #undef WEIR_MULTIPLY

@@ -143,6 +143,26 @@ TEST_F(CudaTest, LinearReadsWhatTheOpBeforeLeftSplit) {
   }
 }
 
+// The kernel for prompts: as many tiles of 256 tokens x 256 rows as a card has multiprocessors, so
+// few columns; a last tile of tokens and one of rows that are not full, columns that end inside a
+// stage, and a second part with a bias.
+TEST_F(CudaTest, LinearOfPrompts) {
+  struct Case {
+    LinearCase linear;
+    int tokens;
+    bool accumulate, bf16_vectors;
+  };
+  for (const Case& c : {Case{{64, {2556, 2560}}, 3228, false, false},
+                        {{64, {2556, 2560}}, 3228, false, true},
+                        {{200, {2560}}, 3300, true, false},
+                        {{320, {256}}, 16540, true, true}}) {
+    same("linear " + std::to_string(c.linear.in) + ", tokens " + std::to_string(c.tokens),
+         c.bf16_vectors ? 3e-3 : 2e-5,
+         [&](Side& side) { return linear_of(side, c.linear, c.tokens, c.accumulate); },
+         {.bf16_vectors = c.bf16_vectors});
+  }
+}
+
 struct MlpCase {
   int dim, hidden;
 };
@@ -164,6 +184,15 @@ Program mlp_of(Side& side, const MlpCase& c, int tokens) {
           Linear{.tokens = tokens, .in = c.hidden, .parts = 1,
                  .part = {side.matrix(c.dim, c.hidden, DType::BF16)}, .accumulate = true,
                  .x = hidden, .y = y}};
+}
+
+// Two of them, one after the other.
+Program mlp_twice(Side& side, const MlpCase& c, int tokens) {
+  Program both = mlp_of(side, c, tokens), second = mlp_of(side, c, tokens);
+  const Acts residual = std::get<Linear>(both.back()).y;
+  std::get<RmsNorm>(second.front()).in = std::get<Linear>(second.back()).y = residual;
+  both.insert(both.end(), second.begin(), second.end());
+  return both;
 }
 
 // The gate in the epilogue of its matrices: sizes of several tilings, rows that end inside a tile,
@@ -197,13 +226,16 @@ TEST_F(CudaTest, SwigluWithTheLinearsAroundItInBf16) {
 // it has made.
 TEST_F(CudaTest, NormBetweenTwoMlps) {
   for (const int tokens : {1, 9, 64, 100, 128}) {
-    same("mlp twice, tokens " + std::to_string(tokens), 2e-5, [&](Side& side) {
-      Program both = mlp_of(side, {512, 600}, tokens), second = mlp_of(side, {512, 600}, tokens);
-      const Acts residual = std::get<Linear>(both.back()).y;
-      std::get<RmsNorm>(second.front()).in = std::get<Linear>(second.back()).y = residual;
-      both.insert(both.end(), second.begin(), second.end());
-      return both;
-    });
+    same("mlp twice, tokens " + std::to_string(tokens), 2e-5,
+         [&](Side& side) { return mlp_twice(side, {512, 600}, tokens); });
+  }
+}
+
+// The gate by the kernel for prompts, and with split vectors the matrix after it.
+TEST_F(CudaTest, MlpOfPrompts) {
+  for (const bool bf16 : {false, true}) {
+    same(bf16 ? "mlp, bf16 vectors, a prompt" : "mlp, a prompt", bf16 ? 5e-3 : 2e-5,
+         [&](Side& side) { return mlp_twice(side, {256, 136}, 16540); }, {.bf16_vectors = bf16});
   }
 }
 
