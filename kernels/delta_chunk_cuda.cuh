@@ -4,7 +4,7 @@
 namespace weir::cuda {
 
 // Rows of a DeltaMix with more tokens than this go through the chunk kernel.
-constexpr int kStepTokensMost = 32;
+constexpr int kStepTokensMost = 8;
 
 struct Chunks {
   bool run = false;  // false: nothing was done, as the op's sizes are not served so
