@@ -1,21 +1,48 @@
 #include "kernels/delta_chunk_cuda.cuh"
 
-#include <algorithm>
+#include <climits>
 
-#include "kernels/delta_chunk_layout.cuh"
+#include "kernels/delta_chunk_prepare.cuh"
+#include "kernels/long_rows_cuda.cuh"
 
 namespace weir::cuda {
 namespace chunk {
 namespace {
 
+// A warp normalises one head's answers to a token of the step, and leaves them for the next op.
+__device__ inline void norm_answers(const DeltaMix& op, const SplitVectors& left, int64_t token,
+                                    int64_t column) {
+  constexpr int kMost = 2;  // times 128 values
+  float4 y[kMost], gate[kMost];
+  float* const out = at(op.out, token) + column;
+  float squares = 0;
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    const int j = 128 * i + threadIdx.x % 32 * 4;
+    y[i] = j < op.value_dim ? load4(out + j) : zero4();
+    gate[i] = j < op.value_dim && op.gate.data != nullptr ? load4(at(op.gate, token) + column + j)
+                                                          : zero4();
+    squares += y[i].x * y[i].x + y[i].y * y[i].y + y[i].z * y[i].z + y[i].w * y[i].w;
+  }
+  const float scale = 1.0f / sqrtf(sum_over_lanes(squares) / float(op.value_dim) + op.norm_eps);
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    const int j = 128 * i + threadIdx.x % 32 * 4;
+    if (j >= op.value_dim) break;
+    y[i] = times(scaled(y[i], scale), load4(op.norm_weight + j));
+    if (op.gate.data != nullptr) {
+      y[i] = times(y[i], each(gate[i], [&](float x) { return apply(op.gate_activation, x); }));
+    }
+    store4(out + j, y[i]);
+    store_split(left, token * op.value_heads * op.value_dim + column + j, y[i]);
+  }
+}
+
 // What blocks of the chunk kernel could not do for each other's sake: the last inputs of a row
 // become its history once all have read the old one; heads whose values lie in several blocks are
 // normalised. Rows of few tokens are left alone.
-__global__ __launch_bounds__(256) void finish_rows_kernel(const __grid_constant__ DeltaMix op,
-                                                          bool norm) {
-  const int row = blockIdx.y;
-  let_successor_start();
-  wait_for_predecessor();
+__device__ inline void finish_row(const DeltaMix& op, const SplitVectors& left, int row,
+                                  bool norm) {
   const Slot slot = op.rows.slot[row];
   const int begin = op.rows.begin[row], count = op.rows.begin[row + 1] - begin;
   if (slot == kPadding || count <= kStepTokensMost) return;
@@ -29,42 +56,20 @@ __global__ __launch_bounds__(256) void finish_rows_kernel(const __grid_constant_
     const int64_t column = channel < 2 * keys ? channel % keys : channel - 2 * keys;
     at(op.history, slot)[i] = at(in, token)[column];
   }
-  if (!norm) return;
-  const int warps = gridDim.x * 8, lane = threadIdx.x % 32;
-  for (int i = blockIdx.x * 8 + threadIdx.x / 32; i < count * op.value_heads; i += warps) {
-    const int64_t token = begin + i / op.value_heads;
-    const int64_t column = int64_t(i % op.value_heads) * op.value_dim;
-    float* const out = at(op.out, token) + column;
-    float squares = 0;
-    for (int j = lane; j < op.value_dim; j += 32) squares += out[j] * out[j];
-    const float scale =
-        1.0f / sqrtf(sum_over_lanes(squares) / float(op.value_dim) + op.norm_eps);
-    for (int j = lane; j < op.value_dim; j += 32) {
-      float y = out[j] * scale * op.norm_weight[j];
-      if (op.gate.data != nullptr) {
-        y *= apply(op.gate_activation, (at(op.gate, token) + column)[j]);
-      }
-      out[j] = y;
-    }
+  const int warps = gridDim.x * 8;
+  for (int i = blockIdx.x * 8 + threadIdx.x / 32; norm && i < count * op.value_heads; i += warps) {
+    norm_answers(op, left, begin + i / op.value_heads, int64_t(i % op.value_heads) * op.value_dim);
   }
 }
-
-
-// The answers of rows of few tokens, which steps have left in op.out.
-__global__ __launch_bounds__(256) void round_rows_kernel(const __grid_constant__ DeltaMix op,
-                                                         __nv_bfloat16* to) {
-  const int row = blockIdx.x;
+__global__ __launch_bounds__(256) void finish_rows_kernel(const __grid_constant__ DeltaMix op,
+                                                          const __grid_constant__ SplitVectors left,
+                                                          bool norm) {
   let_successor_start();
   wait_for_predecessor();
-  const int begin = op.rows.begin[row], count = op.rows.begin[row + 1] - begin;
-  if (op.rows.slot[row] == kPadding || count > kStepTokensMost) return;
-  const int dim = op.value_heads * op.value_dim;
-  for (int i = threadIdx.x; i < count * (dim / 2); i += blockDim.x) {
-    const int64_t token = begin + i / (dim / 2);
-    const int column = i % (dim / 2) * 2;
-    const float2 pair = *reinterpret_cast<const float2*>(at(op.out, token) + column);
-    *reinterpret_cast<__nv_bfloat162*>(to + token * dim + column) =
-        __floats2bfloat162_rn(pair.x, pair.y);
+  for (int k = blockIdx.y;; k += gridDim.y) {
+    const int row = long_row(op.rows, k, kStepTokensMost);
+    if (row < 0) return;
+    finish_row(op, left, row, norm);
   }
 }
 
@@ -73,13 +78,21 @@ bool rows_at_once(const DeltaMix& op, const Context& context) {
   return context.hopper.encode_map != nullptr && op.key_dim == 128 && op.value_dim % 128 == 0;
 }
 
+// The long rows. Of not many tokens a step has few: one kernel for each of many rows takes three
+// times as long as both kernels where there is one prompt among rows that decode, and where there
+// are no such rows both kernels lose little.
+int prompts(const DeltaMix& op) {
+  constexpr int kTokensOfMany = 4096, kMean = 128;
+  const int mean = op.rows.tokens < kTokensOfMany ? INT_MAX : kMean;
+  return likely_long_rows(op.rows, kStepTokensMost, mean);
+}
+
 // The fewer heads and rows there are, the thinner the slices: a block for each multiprocessor.
 int slice_of(const DeltaMix& op, const Context& context) {
-  const int long_rows =
-      std::clamp(op.rows.tokens / (kStepTokensMost + 1), 1, op.rows.count);
+  const int rows = prompts(op);
   int slice = rows_at_once(op, context) ? 128 : 64;
-  while (slice > 16 && long_rows * op.value_heads * (op.value_dim / slice) * 2 <=
-                           context.multiprocessors) {
+  while (slice > 16 &&
+         rows * op.value_heads * (op.value_dim / slice) * 2 <= context.multiprocessors) {
     slice /= 2;
   }
   return slice;
@@ -91,8 +104,7 @@ void run_turns(const DeltaMix& op, Context& context, const Starts& starts, int s
   const int blocks_of_row = op.value_heads * (op.value_dim / slice);
   int group = 1;
   while (group < 32 && 2 * group * blocks_of_row <= context.multiprocessors) group *= 2;
-  const int long_rows = std::min(op.rows.count, op.rows.tokens / (kStepTokensMost + 1));
-  const int chunks = op.rows.tokens / kTokens + long_rows;
+  const int chunks = op.rows.tokens / kTokens + most_long_rows(op.rows, kStepTokensMost);
   const int64_t bytes = int64_t(tile_bytes(starts.image, op.value_dim)) * op.value_heads;
   auto* const scratch = static_cast<unsigned char*>(context.scratch);
   // Of several turns, the first kernel of one runs beside the second one of the turn before, in the
@@ -154,26 +166,24 @@ Chunks run_chunks(const DeltaMix& op, Context& context) {
   if (!chunk::served(op, context)) return {};
   Chunks chunks{.run = true};
   const int slice = chunk::slice_of(op, context);
+  const bool norm = slice != op.value_dim;
   if (slice == 128) {
-    chunks.rounded = chunk::start_rows(op, context);
+    chunks.left = chunk::start_rows(op, context);
   } else {
     const bool channel = op.decay == Decay::PerChannel || op.erase.data != nullptr;
     const auto starts =
         channel ? chunk::channel_starts(op.key_dim) : chunk::head_starts(op.key_dim);
     chunk::run_turns(op, context, starts, slice);
   }
-  const bool norm = slice != op.value_dim;
+  if (norm) {  // the tiles that were in the scratch memory have been read then
+    chunks.left = leave_split(op.out, op.value_heads * op.value_dim, op.rows.tokens, context);
+  }
+  const int rows = chunk::prompts(op);
   const int64_t work = norm ? int64_t(op.rows.tokens) * op.value_heads / 64 : 8;
-  const int64_t most = std::max(8, 8 * context.multiprocessors / op.rows.count);
-  launch(context,
-         {.grid = dim3(std::clamp<int64_t>(work, 8, most), op.rows.count), .block = dim3(256)},
-         chunk::finish_rows_kernel, op, norm);
+  const int64_t most = std::max(8, 8 * context.multiprocessors / rows);
+  launch(context, {.grid = dim3(std::clamp<int64_t>(work, 8, most), rows), .block = dim3(256)},
+         chunk::finish_rows_kernel, op, chunks.left, norm);
   return chunks;
-}
-
-void round_short_rows(const DeltaMix& op, __nv_bfloat16* to, Context& context) {
-  launch(context, {.grid = dim3(op.rows.count), .block = dim3(256)}, chunk::round_rows_kernel, op,
-         to);
 }
 
 }  // namespace weir::cuda

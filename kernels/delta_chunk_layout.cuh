@@ -105,6 +105,16 @@ __device__ inline int chunks_of(const Rows& rows, int row) {
   const int count = rows.begin[row + 1] - rows.begin[row];
   return count > kStepTokensMost ? (count + kTokens - 1) / kTokens : 0;
 }
+// By a whole warp: the first of the rows `row`, row + step, .. that has chunks; rows.count or more:
+// there is none.
+__device__ inline int next_long_row(const Rows& rows, int row, int step) {
+  for (; row < rows.count; row += 32 * step) {
+    const int mine = row + int(threadIdx.x) % 32 * step;
+    const unsigned found = __ballot_sync(0xffffffffu, chunks_of(rows, mine) > 0);
+    if (found != 0) return row + (__ffs(found) - 1) * step;
+  }
+  return row;
+}
 
 // By a whole warp: the first group for which hit(first row, first tile, end of tiles) holds.
 template <typename Hit>
@@ -188,9 +198,9 @@ struct Starts {
   size_t image;  // bytes
   int blocks;    // of prepare() on a multiprocessor
 };
-// Whole rows in one kernel: keys of 128, values in multiples of it. Not null: their answers are
-// there, rounded, for the Linear that follows, and perhaps not in op.out.
-__nv_bfloat16* start_rows(const DeltaMix& op, Context& context);
+// Whole rows in one kernel: keys of 128, values in multiples of it. What it returns is where their
+// answers were left, rounded, for the Linear that follows, and then perhaps not in op.out.
+SplitVectors start_rows(const DeltaMix& op, Context& context);
 
 Starts head_starts(int key_dim);     // one number decays a head, or none
 Starts channel_starts(int key_dim);  // each key channel has its own decay, or erase gate

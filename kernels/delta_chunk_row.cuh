@@ -1,5 +1,6 @@
 #pragma once
 #include "kernels/delta_chunk_state.cuh"
+#include "kernels/long_rows_cuda.cuh"
 
 // Both kernels in one, for heads of 128 x 128 and many rows: a block does all chunks of a row for
 // 128 values of a head, so that nothing goes through device memory but what must. The copy engine
@@ -38,14 +39,12 @@ struct RowShared {
   alignas(16) float diagonal[4][kBlock * Shop::kDiagonalPitch];  // per channel also the runs' sums
   alignas(128) float logs[kStages][kChannel ? kTokens * Shop::kLogPitch : kTokens];
   float beta[2][kTokens];
-  uint64_t raw_full[3], raw_empty[3], decays_full;   // barriers
+  uint64_t raw_full[3], values_read, decays_full;    // barriers
   uint64_t full[kStages], empty[kStages], values_empty, gates_full[2];
 
   __device__ void init() {
-    for (int i = 0; i < 3; ++i) {
-      barrier_init(shared_address(&raw_full[i]), 1);
-      barrier_init(shared_address(&raw_empty[i]), kRowWarps);
-    }
+    for (uint64_t& one : raw_full) barrier_init(shared_address(&one), 1);
+    barrier_init(shared_address(&values_read), kRowWarps);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(shared_address(&full[i]), kRowWarps);
       barrier_init(shared_address(&empty[i]), kRowWarps);
@@ -290,8 +289,8 @@ struct RowPreparer : RowPart<kChannel> {
     await_raw(2, n);
     wait_for(&shared.gates_full[n % 2], n / 2);
     values(preparer, n);
-    warp_arrive(&shared.raw_empty[2]);
-    if (threadIdx.x == kBringer) wait_for(&shared.raw_empty[2], n);
+    warp_arrive(&shared.values_read);
+    if (threadIdx.x == kBringer) wait_for(&shared.values_read, n);
     bring_next(2, n);
   }
 
@@ -560,12 +559,12 @@ __global__ __launch_bounds__(kRowThreads, 1) void delta_row_kernel(
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char space[];
   auto& shared = *reinterpret_cast<RowShared<kChannel>*>(space);
-  const int row = blockIdx.y;
   if (threadIdx.x == 0) shared.init();
   let_successor_start();
+  const int row = long_row(op.rows, blockIdx.y, kStepTokensMost);
   wait_for_predecessor();
   __syncthreads();
-  if (chunks_of(op.rows, row) == 0) return;
+  if (row < 0 || chunks_of(op.rows, row) == 0) return;
   const int head = int(blockIdx.x) / slices, value = int(blockIdx.x) % slices * 128;
   // Both kinds find their place themselves: what they shared would take registers from one of them.
   if (threadIdx.x < kPreparers) {

@@ -19,7 +19,7 @@ CUtensorMap map_of(const Acts& acts, int channels, int box_channels, int box_tok
 }
 
 template <bool kChannel>
-__nv_bfloat16* start(const DeltaMix& op, Context& context) {
+SplitVectors start(const DeltaMix& op, Context& context) {
   const auto kernel = delta_row_kernel<kChannel>;
   constexpr size_t kBytes = sizeof(RowShared<kChannel>);
   static_assert(kBytes <= 227 * 1024);
@@ -36,23 +36,25 @@ __nv_bfloat16* start(const DeltaMix& op, Context& context) {
                           kTokens, tokens, context);
   }
   RowOutput output;
+  SplitVectors left;
   if (!context.keep_low && op.value_dim == 128) {
-    output.rounded = leave_split(op.out, values, tokens, context).high;
+    left = leave_split(op.out, values, tokens, context);
+    output.rounded = left.high;
     output.exact = output.rounded == nullptr || !op.read_once ||
                    !next_reads_split(op.out, values, tokens, context);
   }
   const int slices = op.value_dim / 128;
   launch(context,
-         {.grid = dim3(op.value_heads * slices, op.rows.count),
+         {.grid = dim3(op.value_heads * slices, most_long_rows(op.rows, kStepTokensMost)),
           .block = dim3(kRowThreads),
           .shared = kBytes},
          kernel, op, maps, output, slices);
-  return output.rounded;
+  return left;
 }
 
 }  // namespace
 
-__nv_bfloat16* start_rows(const DeltaMix& op, Context& context) {
+SplitVectors start_rows(const DeltaMix& op, Context& context) {
   const bool channel = op.decay == Decay::PerChannel || op.erase.data != nullptr;
   return channel ? start<true>(op, context) : start<false>(op, context);
 }

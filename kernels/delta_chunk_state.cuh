@@ -456,7 +456,8 @@ __global__ __launch_bounds__(32 * (2 * kWarps + 1), 1) void delta_state_kernel(
     const Group start = find_group(op.rows, turn.group, [&](int, int begin, int end) {
       return begin <= turn.first && turn.first < end;
     });
-    for (int row = start.found ? start.row + int(blockIdx.y) : INT_MAX;; row += gridDim.y) {
+    for (int row = start.found ? start.row + int(blockIdx.y) : op.rows.count;; row += gridDim.y) {
+      row = next_long_row(op.rows, row, gridDim.y);
       const Group group = warp.find(turn, row);
       meet_block();
       const int first = shared.first, end = shared.end;

@@ -3,6 +3,7 @@
 #include "kernels/delta_chunk_cuda.cuh"
 #include "kernels/delta_prepare_cuda.cuh"
 #include "kernels/delta_stream_cuda.cuh"
+#include "kernels/long_rows_cuda.cuh"
 
 namespace weir::cuda {
 namespace {
@@ -262,27 +263,16 @@ struct StreamedState {
   }
 };
 
+// All of a block's part of a row. `fresh_state`: the predecessor has not been waited for, and need
+// not be for the state. `started`: the cluster's blocks are known to run.
 template <typename State, int kWidth, bool kRouted>
-__global__ __launch_bounds__(kThreads, kBlocks) void delta_mix_kernel(
-    const __grid_constant__ DeltaMix op, const __grid_constant__ SplitVectors split,
-    bool fresh_state, int slices, int tokens_most) {
-  extern __shared__ float4 shared[];
-  __shared__ uint64_t barrier;
-  __shared__ float squares[2][kPartsMost];
-  float* const space = reinterpret_cast<float*>(shared);
+__device__ inline void run_row(const DeltaMix& op, const SplitVectors& split, const Vectors& x,
+                               State& held, int row, int slices, bool fresh_state, bool started,
+                               int& turn, float (&squares)[2][kPartsMost]) {
   const int values = op.value_dim / slices, slice = int(blockIdx.x) % slices;
-  const Vectors x =
-      vectors(op, values, State::kHeld ? space + int64_t(values) * op.key_dim : space);
-  const int row = blockIdx.y, group = op.value_heads / op.key_heads;
-  let_successor_start();
+  const int group = op.value_heads / op.key_heads;
   const Slot slot = op.rows.slot[row];
   const int begin = op.rows.begin[row], tokens = op.rows.begin[row + 1] - begin;
-  // The same answer in every thread of the cluster.
-  if (slot == kPadding || tokens == 0 || tokens > tokens_most) {
-    wait_for_predecessor();
-    return;
-  }
-  if (slices > 1) cluster_started();
   const int64_t all_keys = int64_t(op.key_heads) * op.key_dim;
   Place place{.key_head = int(blockIdx.x) / slices,
               .value_head = int(blockIdx.x) / slices * group,
@@ -296,10 +286,6 @@ __global__ __launch_bounds__(kThreads, kBlocks) void delta_mix_kernel(
               .channels = 2 * all_keys};
   // Values that are ready have their history elsewhere.
   if (!kRouted || !op.values_ready) place.channels += int64_t(op.value_heads) * op.value_dim;
-  State held;
-  held.open(space, &barrier, values);
-  if (!fresh_state) wait_for_predecessor();
-  int turn = 0;
   for (int i = 0; i < group; ++i, ++place.value_head) {
     float* state = at(op.state, slot) +
                    (int64_t(place.value_head) * op.value_dim + place.value0) * op.key_dim;
@@ -322,7 +308,7 @@ __global__ __launch_bounds__(kThreads, kBlocks) void delta_mix_kernel(
       publish_to_copy_engine();
       __syncthreads();  // the slice's answer is there, and the vectors may be overwritten
       if (last) held.store(state);
-      if (slices > 1 && i == 0 && place.token == 0) wait_for_cluster();
+      if (!started && i == 0 && place.token == 0) wait_for_cluster();
       finish(op, split, place, x, late, squares[turn], slices);
     }
     if (op.conv_width > 1) {
@@ -334,6 +320,61 @@ __global__ __launch_bounds__(kThreads, kBlocks) void delta_mix_kernel(
     }
   }
   held.stored();
+}
+
+template <typename State, int kWidth, bool kRouted>
+__global__ __launch_bounds__(kThreads, kBlocks) void delta_mix_kernel(
+    const __grid_constant__ DeltaMix op, const __grid_constant__ SplitVectors split,
+    bool fresh_state, int slices, int tokens_most) {
+  extern __shared__ float4 shared[];
+  __shared__ uint64_t barrier;
+  __shared__ float squares[2][kPartsMost];
+  float* const space = reinterpret_cast<float*>(shared);
+  const int values = op.value_dim / slices, row = blockIdx.y;
+  const Vectors x =
+      vectors(op, values, State::kHeld ? space + int64_t(values) * op.key_dim : space);
+  let_successor_start();
+  const int tokens = op.rows.begin[row + 1] - op.rows.begin[row];
+  // The same answer in every thread of the cluster.
+  if (op.rows.slot[row] == kPadding || tokens == 0 || tokens > tokens_most) {
+    wait_for_predecessor();
+    return;
+  }
+  if (slices > 1) cluster_started();
+  State held;
+  held.open(space, &barrier, values);
+  if (!fresh_state) wait_for_predecessor();
+  int turn = 0;
+  run_row<State, kWidth, kRouted>(op, split, x, held, row, slices, fresh_state, slices == 1, turn,
+                                  squares);
+}
+
+// Few blocks for the rows of 2 to tokens_most tokens, of which a step of prompts and of rows that
+// decode has few or none.
+template <typename State>
+__global__ __launch_bounds__(kThreads, kBlocks) void delta_few_kernel(
+    const __grid_constant__ DeltaMix op, const __grid_constant__ SplitVectors split, int slices,
+    int tokens_most) {
+  extern __shared__ float4 shared[];
+  __shared__ uint64_t barrier;
+  __shared__ float squares[2][kPartsMost];
+  float* const space = reinterpret_cast<float*>(shared);
+  const int values = op.value_dim / slices;
+  const Vectors x = vectors(op, values, space + int64_t(values) * op.key_dim);
+  let_successor_start();
+  int row = row_among(op.rows, blockIdx.y, 2, tokens_most);
+  wait_for_predecessor();
+  if (row < 0) return;
+  if (slices > 1) cluster_barrier();
+  State held;
+  held.open(space, &barrier, values);
+  int turn = 0;
+#pragma unroll 1
+  for (int k = blockIdx.y; row >= 0; row = row_among(op.rows, k += gridDim.y, 2, tokens_most)) {
+    if (op.rows.slot[row] == kPadding) continue;
+    __syncthreads();  // the last row's state and vectors have left shared memory
+    run_row<State, 4, false>(op, split, x, held, row, slices, false, true, turn, squares);
+  }
 }
 
 // How many blocks share a head: enough of them for the machine, and shares of kShare bytes.
@@ -358,7 +399,8 @@ bool routed(const DeltaMix& op) {
 }
 
 template <typename State, int kWidth, bool kRouted>
-void start(const DeltaMix& op, Context& context, int slices, int tokens_most) {
+void start(const DeltaMix& op, Context& context, const SplitVectors& split, int slices,
+           int tokens_most) {
   const auto kernel = delta_mix_kernel<State, kWidth, kRouted>;
   const int values = op.value_dim / slices;
   const size_t shared =
@@ -366,10 +408,6 @@ void start(const DeltaMix& op, Context& context, int slices, int tokens_most) {
       sizeof(float);
   WEIR_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
-  SplitVectors split;  // of all tokens or of none
-  if (tokens_most == INT_MAX) {
-    split = leave_split(op.out, op.value_heads * op.value_dim, op.rows.tokens, context);
-  }
   launch(context,
          {.grid = dim3(op.key_heads * slices, op.rows.count), .block = dim3(kThreads),
           .shared = shared, .cluster = slices},
@@ -377,29 +415,31 @@ void start(const DeltaMix& op, Context& context, int slices, int tokens_most) {
 }
 
 template <typename State>
-void start(const DeltaMix& op, Context& context, int slices, int tokens_most) {
+void start(const DeltaMix& op, Context& context, const SplitVectors& split, int slices,
+           int tokens_most) {
   const auto aligned = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   if (routed(op)) {
-    start<State, 0, true>(op, context, slices, tokens_most);
+    start<State, 0, true>(op, context, split, slices, tokens_most);
   } else if (op.conv_width == 4 && aligned(op.conv_q) && aligned(op.conv_k) &&
              aligned(op.conv_v)) {
-    start<State, 4, false>(op, context, slices, tokens_most);
+    start<State, 4, false>(op, context, split, slices, tokens_most);
   } else {
-    start<State, 0, false>(op, context, slices, tokens_most);
+    start<State, 0, false>(op, context, split, slices, tokens_most);
   }
 }
 
 template <int kParts>
-void start_held(const DeltaMix& op, Context& context, int slices, int tokens_most) {
+void start_held(const DeltaMix& op, Context& context, const SplitVectors& split, int slices,
+                int tokens_most) {
   if (op.value_dim / slices < 2 * kGroups) {
-    start<HeldState<kParts, 1>>(op, context, slices, tokens_most);
+    start<HeldState<kParts, 1>>(op, context, split, slices, tokens_most);
   } else {
-    start<HeldState<kParts, 2>>(op, context, slices, tokens_most);
+    start<HeldState<kParts, 2>>(op, context, split, slices, tokens_most);
   }
 }
 
-// Rows of up to tokens_most tokens, one after the other.
-void run_steps(const DeltaMix& op, Context& context, int tokens_most) {
+// Rows of up to tokens_most tokens, one after the other, their answers also split.
+void run_steps(const DeltaMix& op, Context& context, const SplitVectors& split, int tokens_most) {
   constexpr int kHeldMost = 128 * 1024;  // bytes of a slice; larger ones stay where they are
   const bool aligned =
       op.state.stride % 4 == 0 && reinterpret_cast<uintptr_t>(op.state.data) % 16 == 0;
@@ -407,12 +447,40 @@ void run_steps(const DeltaMix& op, Context& context, int tokens_most) {
   const bool fits =
       aligned && op.key_dim * op.value_dim / slices * int(sizeof(float)) <= kHeldMost;
   switch (fits ? op.key_dim : 0) {
-    case 32: return start_held<1>(op, context, slices, tokens_most);
-    case 64: return start_held<2>(op, context, slices, tokens_most);
-    case 128: return start_held<4>(op, context, slices, tokens_most);
-    case 256: return start_held<8>(op, context, slices, tokens_most);
-    default: return start<StreamedState>(op, context, 1, tokens_most);
+    case 32: return start_held<1>(op, context, split, slices, tokens_most);
+    case 64: return start_held<2>(op, context, split, slices, tokens_most);
+    case 128: return start_held<4>(op, context, split, slices, tokens_most);
+    case 256: return start_held<8>(op, context, split, slices, tokens_most);
+    default: return start<StreamedState>(op, context, split, 1, tokens_most);
   }
+}
+
+// The rows of 2 to kStepTokensMost tokens of what run_held() serves: as many at one time as the
+// machine has room for.
+void run_few(const DeltaMix& op, Context& context, const SplitVectors& split) {
+  using State = HeldState<4, 2>;
+  constexpr int kSlices = 4;
+  const int values = op.value_dim / kSlices;
+  const size_t shared =
+      size_t(values * op.key_dim + vector_floats(op, values)) * sizeof(float);
+  const auto kernel = delta_few_kernel<State>;
+  WEIR_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
+  const int room = kBlocks * context.multiprocessors / (op.key_heads * kSlices);
+  launch(context,
+         {.grid = dim3(op.key_heads * kSlices, std::clamp(room, 1, op.rows.count)),
+          .block = dim3(kThreads), .shared = shared, .cluster = kSlices},
+         kernel, op, split, kSlices, kStepTokensMost);
+}
+
+// What run_chunks() has left alone. Their answers join the others', split, or nothing is.
+void run_short_rows(const DeltaMix& op, Context& context, const SplitVectors& split) {
+  if (op.rows.count * op.value_heads < kHeldHeads || !holds(op, context)) {
+    return run_steps(op, context, split, kStepTokensMost);
+  }
+  run_held(op, context);
+  if (split.high == nullptr) context.next_split = {};
+  run_few(op, context, split);
 }
 
 }  // namespace
@@ -427,16 +495,13 @@ void run(const DeltaMix& op, Context& context) {
   if (op.rows.count == 0) return;
   WEIR_CHECK(op.value_heads % op.key_heads == 0);
   WEIR_CHECK(op.rows.count <= 65535 && refusal(op) == nullptr);
-  int tokens_most = INT_MAX;  // longer rows have been run already
   const int longest = op.rows.tokens - op.rows.count + 1;  // at most, if no row is empty
   const bool plain = op.norm_output && !routed(op);
   // The chunk kernels norm what they answer, and know their rows when they start.
   const bool chunks = plain && !op.rows.computed && longest > kStepTokensMost;
-  __nv_bfloat16* rounded = nullptr;
   if (const Chunks done = chunks ? run_chunks(op, context) : Chunks{}; done.run) {
-    if (op.rows.count == 1) return;
-    tokens_most = kStepTokensMost;
-    rounded = done.rounded;
+    if (op.rows.count > 1) run_short_rows(op, context, done.left);
+    return;
   }
   // Rows that an op of the step makes may be empty and long, though they are as many as the tokens.
   const bool single = longest == 1 && !op.rows.computed;
@@ -445,8 +510,8 @@ void run(const DeltaMix& op, Context& context) {
   if (single && plain && heads >= kStreamHeads && streams(op, context)) {
     return run_stream(op, context);
   }
-  run_steps(op, context, tokens_most);
-  if (rounded != nullptr) round_short_rows(op, rounded, context);
+  run_steps(op, context,
+            leave_split(op.out, op.value_heads * op.value_dim, op.rows.tokens, context), INT_MAX);
 }
 
 }  // namespace weir::cuda

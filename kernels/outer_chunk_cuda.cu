@@ -59,10 +59,8 @@ Shares shares_of(const OuterStep& op, const Context& context) {
   constexpr int kLeastTokens = 128, kLeastSegments = 4;
   Shares shares{widest_slice(op), {}};
   const auto blocks = [&](int64_t rows) { return rows * op.heads * op.value_dim / shares.slice; };
-  // Long rows: all, or few prompts among rows that decode.
-  const int64_t all = most_long_rows(op.rows);
-  const bool mixed = op.rows.tokens / op.rows.count < kLeastTokens;
-  const int64_t prompts = mixed ? std::clamp(op.rows.tokens / 1024, 1, op.rows.count) : all;
+  const int64_t all = most_long_rows(op.rows, kOuterStepsMost);
+  const int64_t prompts = likely_long_rows(op.rows, kOuterStepsMost, kLeastTokens);
   const int64_t room = int64_t(op.key_dim > 128 ? 1 : 2) * context.multiprocessors;
   const int64_t longest = op.rows.tokens - op.rows.count + 1;
   const int64_t most = std::min(room / blocks(prompts), longest / kLeastTokens);
@@ -112,7 +110,7 @@ struct Numbers {
 __global__ __launch_bounds__(kPassThreads) void pass_segments_kernel(
     const __grid_constant__ OuterStep op, Segments segments, int slice, int pieces) {
   let_successor_start();
-  const int row = long_row(op.rows, blockIdx.y);
+  const int row = long_row(op.rows, blockIdx.y, kOuterStepsMost);
   wait_for_predecessor();
   if (row < 0) return;
   const int begin = op.rows.begin[row], count = op.rows.begin[row + 1] - begin;
@@ -152,7 +150,8 @@ void pass_segments(const OuterStep& op, Context& context, int slice, const Segme
   const int pieces = (numbers / 4 + kPassThreads - 1) / kPassThreads;
   const int blocks = op.heads * op.value_dim / slice;
   launch(context,
-         {.grid = dim3(blocks * pieces, most_long_rows(op.rows)), .block = dim3(kPassThreads)},
+         {.grid = dim3(blocks * pieces, most_long_rows(op.rows, kOuterStepsMost)),
+          .block = dim3(kPassThreads)},
          pass_segments_kernel, op, segments, slice, pieces);
 }
 

@@ -342,7 +342,7 @@ __global__ __launch_bounds__(L::kThreads, L::kResident) void outer_chunk_kernel(
   L& shared = *reinterpret_cast<L*>(space);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   let_successor_start();
-  const int row = long_row(op.rows, blockIdx.y);
+  const int row = long_row(op.rows, blockIdx.y, kOuterStepsMost);
   wait_for_predecessor();
   if (row < 0) return;
   const Slot slot = op.rows.slot[row];
@@ -379,8 +379,8 @@ void launch_chunks(const OuterStep& op, Context& context, const Segments& segmen
   WEIR_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        int(sizeof(L))));
   launch(context,
-         {.grid = dim3(op.heads * op.value_dim / L::kValues, most_long_rows(op.rows),
-                       segments.most),
+         {.grid = dim3(op.heads * op.value_dim / L::kValues,
+                       most_long_rows(op.rows, kOuterStepsMost), segments.most),
           .block = dim3(L::kThreads),
           .shared = sizeof(L)},
          kernel, op, segments);

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "kernels/async_cuda.cuh"
+#include "kernels/long_rows_cuda.cuh"
 #include "kernels/outer_chunk_cuda.cuh"
 #include "kernels/tensor_core.cuh"
 #include "kernels/vector_cuda.cuh"
@@ -82,30 +83,6 @@ struct Layout {
   float divisor[kTokens];
   float total[kGather ? (K > kValues ? K : kValues) : 4];  // decays of the whole segment
 };
-
-// The k-th row of more than kOuterStepsMost tokens, by each warp for itself; -1: there are fewer.
-// With a block for each row, k itself: most of a step's rows may be of sequences that decode, and a
-// block that finds nothing to do still costs a microsecond.
-__device__ inline int long_row(const Rows& rows, int k) {
-  if (int(gridDim.y) == rows.count) return k;
-  for (int base = 0; base < rows.count; base += 32) {
-    const int row = base + int(threadIdx.x) % 32;
-    const int tokens = row < rows.count ? rows.begin[row + 1] - rows.begin[row] : 0;
-    uint32_t found = __ballot_sync(0xffffffffu, tokens > kOuterStepsMost);
-    const int count = __popc(found);
-    if (k < count) {
-      for (; k > 0; --k) found &= found - 1;
-      return base + __ffs(found) - 1;
-    }
-    k -= count;
-  }
-  return -1;
-}
-
-// How many there are, at most.
-inline int most_long_rows(const Rows& rows) {
-  return std::clamp(rows.tokens / (kOuterStepsMost + 1), 1, rows.count);
-}
 
 // Where the block is.
 struct Place {

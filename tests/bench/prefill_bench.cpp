@@ -6,48 +6,10 @@
 
 #include "kernels/op.h"
 #include "tests/bench/bench_util.h"
+#include "tests/bench/prompt_mixers.h"
 
 namespace weir {
 namespace {
-
-struct SwilaMixer {
-  const char* name;
-  bool gated, temporal;
-  int32_t heads = 16;
-};
-
-struct Mixer {
-  const char* name;
-  Decay decay;
-  bool erase, gate;
-  int32_t heads = 16, key_dim = 128, value_dim = 128;
-};
-
-struct Softmax {
-  const char* name;
-  int32_t heads, kv_heads, head_dim;
-  bool forgets = false;
-};
-
-// The recurrence that only adds, without what comes before and after it.
-struct Adder {
-  const char* name;
-  OuterStep::Decay decay;
-  int32_t heads, key_heads, key_dim, value_dim;
-  bool scaled = false;   // values times a number each, and a skip: Mamba-2
-  int32_t decoding = 0;  // rows of one token in the same step
-};
-
-// RWKV-7's recurrence, likewise.
-struct Eraser {
-  const char* name;
-  int32_t heads, key_dim, value_dim;
-};
-
-struct Convolution {
-  const char* name;
-  int32_t channels;
-};
 
 class PrefillBench {
  public:
@@ -200,9 +162,11 @@ class PrefillBench {
   }
 
   DeltaMix mix(const Mixer& m, int32_t count, int32_t tokens, size_t* bytes) {
-    const int32_t T = count * tokens, K = m.heads * m.key_dim, V = m.heads * m.value_dim;
+    const Rows rows = rows_of(count, tokens, m.decoding);
+    count = rows.count;
+    const int32_t T = rows.tokens, K = m.heads * m.key_dim, V = m.heads * m.value_dim;
     const int64_t state = int64_t(V) * m.key_dim, history = 3 * (2 * int64_t(K) + V);
-    DeltaMix op{.rows = rows_of(count, tokens), .key_heads = m.heads,
+    DeltaMix op{.rows = rows, .key_heads = m.heads,
                 .value_heads = m.heads, .key_dim = m.key_dim, .value_dim = m.value_dim,
                 .q = acts(T, K), .k = acts(T, K), .v = acts(T, V),
                 .conv_width = 4, .conv_q = vector(4 * K), .conv_k = vector(4 * K),
@@ -237,7 +201,8 @@ class PrefillBench {
   }
 
   SwilaMix mix(const SwilaMixer& m, int32_t count, int32_t tokens, size_t* bytes) {
-    const Rows rows = rows_of(count, tokens);
+    const Rows rows = rows_of(count, tokens, m.decoding);
+    count = rows.count;
     constexpr int32_t J = 4, D = 64;
     const int32_t T = rows.tokens, C = m.heads * D, M = C * J;
     const int64_t state = int64_t(M) * D, mixed = m.temporal ? M : 0, history = 9 * int64_t(C);
@@ -356,6 +321,20 @@ void bench_vectors(PrefillBench& bench, const std::vector<int32_t>& batches) {
   time(Convolution{"conv1d 4352 channels", 4352});
 }
 
+// Prompts among rows that decode.
+void bench_mixed(PrefillBench& bench) {
+  for (const int32_t tokens : {512, 2048}) {
+    for (const Mixer& mixer :
+         {Mixer{"GDN among 128", Decay::PerHead, false, true, 16, 128, 128, 128},
+          {"KDA among 128", Decay::PerChannel, false, true, 16, 128, 128, 128}}) {
+      bench.time(mixer, 1, bench.cpu() ? 64 : tokens);
+    }
+    bench.time(SwilaMixer{"SwiLA among 128", false, false, 16, 128}, 1, bench.cpu() ? 64 : tokens);
+  }
+  const Mixer few{"GDN among 32", Decay::PerHead, false, true, 16, 128, 128, 32};
+  bench.time(few, 1, bench.cpu() ? 64 : 224);
+}
+
 void bench_all(PrefillBench& bench) {
   const Mixer mixers[] = {{"DeltaNet 16x128x128", Decay::None, false, false},
                           {"GDN 16x128x128", Decay::PerHead, false, true},
@@ -385,6 +364,7 @@ void bench_all(PrefillBench& bench) {
     for (const int32_t rows : batches) bench.time(mixer, rows, bench.cpu() ? 64 : 2048);
   }
   bench_vectors(bench, batches);
+  bench_mixed(bench);
   if (bench.cpu()) return;
   for (const int32_t tokens : {32768, 131072}) bench.time(mixers[1], 1, tokens);  // one long prompt
 }

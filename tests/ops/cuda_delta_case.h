@@ -17,6 +17,8 @@ struct DeltaCase {
   bool values_ready = false, emits = false, answer_add = false;  // cross-layer routing
 };
 
+inline void PrintTo(const DeltaCase& c, std::ostream* to) { *to << c.name; }
+
 inline Program delta_program(Side& side, const DeltaCase& c, const Steps& steps) {
   const int32_t T = steps.tokens(), keys = c.key_heads * c.key_dim,
                 values = c.value_heads * c.value_dim;

@@ -19,6 +19,23 @@ class CudaPrefill : public CudaTest {
   }
 };
 
+// So many rows of so many tokens that one kernel takes each as a whole, with a single head; short
+// ones among them. Chunk tails of every length.
+std::vector<int32_t> many_rows() {
+  std::vector<int32_t> lengths = kMixed;
+  for (int32_t i = 0; i < 66; ++i) lengths.push_back(128 + i);
+  return lengths;
+}
+
+// With few rows, whose chunks are prepared side by side, and with many.
+class CudaPrefillRows : public CudaPrefill,
+                        public testing::WithParamInterface<std::tuple<bool, DeltaCase>> {};
+TEST_P(CudaPrefillRows, EveryKind) {
+  auto [many, c] = GetParam();
+  c.key_heads = c.value_heads = c.decay_heads = many ? 1 : 2;
+  check(c, many ? many_rows() : kMixed);
+}
+
 std::vector<DeltaCase> kinds() {
   return {{.name = "GDN"},
           {.name = "GDN that remembers", .dt_shift = -7},
@@ -29,24 +46,28 @@ std::vector<DeltaCase> kinds() {
           {.name = "GDN-2", .decay = Decay::PerChannel, .erase = true}};
 }
 
-// With few heads, whose chunks are prepared side by side, and with many, whose rows one kernel
-// takes as a whole.
-class CudaPrefillHeads : public CudaPrefill, public testing::WithParamInterface<int32_t> {
- protected:
-  static void check(DeltaCase c, const std::vector<int32_t>& lengths = kMixed) {
-    c.name += ", " + std::to_string(GetParam()) + " heads";
-    c.key_heads = c.value_heads = c.decay_heads = GetParam();
-    CudaPrefill::check(c, lengths);
-  }
-};
-INSTANTIATE_TEST_SUITE_P(Heads, CudaPrefillHeads, testing::Values(2, 8));
-
-TEST_P(CudaPrefillHeads, EveryDecayAndGate) {
-  for (const DeltaCase& c : kinds()) check(c);
-  check({.name = "no beta", .beta = false});
-  check({.name = "erase without decay", .decay = Decay::None, .erase = true});
-  check({.name = "erase with one decay a head", .erase = true});
+std::vector<DeltaCase> more_kinds() {
+  return {{.name = "no beta", .beta = false},
+          {.name = "erase without decay", .decay = Decay::None, .erase = true},
+          {.name = "erase with one decay a head", .erase = true},
+          // Channels that lose all they know within a block of 16 tokens, among others that do not.
+          {.name = "KDA, violent", .decay = Decay::PerChannel, .dt_shift = 20},
+          {.name = "GDN, violent", .dt_shift = 20},
+          {.name = "no convolution", .conv = 0},
+          {.name = "width 1", .conv = 1},
+          {.name = "width 2, bias", .conv = 2, .conv_bias = true},
+          {.name = "width 3", .conv = 3, .decay = Decay::PerChannel},
+          {.name = "width 4, bias", .conv = 4, .conv_bias = true},
+          {.name = "width 7, which takes steps", .conv = 7},
+          {.name = "elu + 1, sum norm", .qk_activation = Activation::EluPlusOne,
+           .qk_norm = QkNorm::Sum},
+          {.name = "no activation, norm without epsilon", .qk_activation = Activation::None,
+           .qk_norm = QkNorm::L2Max}};
 }
+INSTANTIATE_TEST_SUITE_P(Kinds, CudaPrefillRows,
+                         testing::Combine(testing::Bool(), testing::ValuesIn(kinds())));
+INSTANTIATE_TEST_SUITE_P(MoreKinds, CudaPrefillRows,
+                         testing::Combine(testing::Bool(), testing::ValuesIn(more_kinds())));
 
 // What a wrong tail, or a wrong token at the edge of a block or chunk, breaks.
 class CudaPrefillLengths : public CudaPrefill, public testing::WithParamInterface<int> {};
@@ -59,22 +80,40 @@ TEST_P(CudaPrefillLengths, EveryLength) {
 }
 INSTANTIATE_TEST_SUITE_P(Kinds, CudaPrefillLengths, testing::Range(0, 7));
 
-// Heads cut into slices of 16, 32, 64 and 128 values: the fewer rows, the thinner.
+// Heads cut into slices of 16, 32, 64 and 128 values: the fewer heads, the thinner.
 class CudaPrefillSlices : public CudaPrefill,
                           public testing::WithParamInterface<std::tuple<Decay, int>> {};
 TEST_P(CudaPrefillSlices, EverySizeAndSlice) {
-  const auto [decay, rows] = GetParam();
+  const auto [decay, heads] = GetParam();
   for (const auto& [K, V] : {std::pair{64, 64}, {64, 128}, {128, 64}, {128, 128}, {128, 256}}) {
-    std::vector<int32_t> lengths;
-    for (int32_t i = 0; i < rows; ++i) lengths.push_back(34 + i * 29 % 70);
-    check({.name = std::to_string(K) + "x" + std::to_string(V), .key_dim = K, .value_dim = V,
-           .decay = decay},
-          lengths);
+    check({.name = std::to_string(K) + "x" + std::to_string(V), .key_heads = heads,
+           .value_heads = heads, .key_dim = K, .value_dim = V, .decay = decay,
+           .decay_heads = heads},
+          {70, 34, 1});
   }
 }
 INSTANTIATE_TEST_SUITE_P(Sizes, CudaPrefillSlices,
                          testing::Combine(testing::Values(Decay::PerHead, Decay::PerChannel),
-                                          testing::Values(1, 10, 20, 40)));
+                                          testing::Values(2, 10, 40, 67)));
+
+// Prompts among rows that decode: the blocks for either must find theirs, and nobody the others'.
+// Heads of 128x128 decode in a kernel of their own where there are 16 of them.
+TEST_F(CudaPrefill, PromptsAmongDecodingRows) {
+  std::vector<int32_t> last(100, 1), first{90}, between;
+  last.push_back(300);
+  first.resize(70, 1);
+  for (int32_t i = 0; i < 120; ++i) {
+    between.push_back(i % 40 == 39 ? 50 + i : i % 7 == 3 ? i % 33 : i % 11 == 5 ? 0 : 1);
+  }
+  for (DeltaCase c : kinds()) {
+    if (c.dt_shift != 0) continue;
+    for (const auto& lengths : {last, first, between}) check(c, lengths);
+    c.key_dim = 64;
+    check(c, between);
+  }
+  check({.name = "4 value heads a key head", .key_heads = 1, .value_heads = 4, .decay_heads = 4},
+        between);
+}
 
 // More chunks than the scratch memory has room for (384 MB, 39 KB for a chunk of a head here): rows
 // begin in one turn and end in a later one, in groups whose rows have different lengths. What a row
@@ -99,7 +138,7 @@ TEST_F(CudaPrefill, ManyTurns) {
 
   side.backend().upload(op.state.data, before.data(), slots * sizeof(float));
   Program parts;
-  constexpr int32_t kRows = 26;
+  constexpr int32_t kRows = 130;
   for (int32_t row = 0; row < 260; row += kRows) {
     DeltaMix part = op;
     part.rows.count = kRows;
@@ -115,51 +154,40 @@ TEST_F(CudaPrefill, ManyTurns) {
 
 // With rounded vectors the chunk kernel of many rows leaves its answers as the Linear that follows
 // reads them; rows that take steps must be among them.
-TEST_F(CudaPrefill, AnswersRoundedForALinear) {
+class CudaPrefillRounded : public CudaPrefill,
+                           public testing::WithParamInterface<std::tuple<bool, bool>> {};
+TEST_P(CudaPrefillRounded, AnswersForALinear) {
+  const auto [many, bf16] = GetParam();
+  const int32_t heads = many ? 1 : 8;
   for (const bool read_once : {false, true}) {
     for (const Decay decay : {Decay::PerHead, Decay::PerChannel}) {
-      const DeltaCase c{.name = "before a linear", .key_heads = 8, .value_heads = 8,
-                        .decay = decay, .decay_heads = 8};
-      const Steps steps = rows_of({150, 1, 64, 33, 7, 1, 200, 65, 40});
+      const DeltaCase c{.name = "before a linear", .key_heads = heads, .value_heads = heads,
+                        .decay = decay, .decay_heads = heads};
+      std::vector<int32_t> lengths = many ? many_rows() : kMixed;
+      std::erase(lengths, 0);  // nobody answers padding rows
+      const Steps steps = rows_of(lengths);
       const auto make = [&](Side& side) {
         Program program = delta_program(side, c, steps);
         auto& mix = std::get<DeltaMix>(program[0]);
         mix.read_once = read_once;
-        mix.out = side.acts(steps.tokens(), 8 * 128);
-        Linear linear{.tokens = steps.tokens(), .in = 8 * 128, .parts = 1, .x = mix.out};
-        linear.part[0] = side.matrix(128, 8 * 128, DType::BF16);
+        mix.out = side.acts(steps.tokens(), heads * 128);
+        Linear linear{.tokens = steps.tokens(), .in = heads * 128, .parts = 1, .x = mix.out};
+        linear.part[0] = side.matrix(128, heads * 128, DType::BF16);
         linear.y = side.out(steps.tokens(), 128, "linear");
         program.push_back(linear);
         return program;
       };
-      same("answers for a linear", 4e-3, make, {.bf16_vectors = true});
+      same("answers for a linear", 4e-3, make, {.bf16_vectors = bf16});
     }
   }
 }
-
-// Channels that lose all they know within a block of 16 tokens, among others that do not.
-TEST_P(CudaPrefillHeads, DecaysBeyondAFloat) {
-  check({.name = "KDA, violent", .decay = Decay::PerChannel, .dt_shift = 20});
-  check({.name = "GDN, violent", .dt_shift = 20});
-}
+INSTANTIATE_TEST_SUITE_P(Many, CudaPrefillRounded,
+                         testing::Combine(testing::Bool(), testing::Bool()));
 
 TEST_F(CudaPrefill, SharedKeyHeadsAndDecays) {
   check({.name = "2 key heads, 6 value heads", .key_heads = 2, .value_heads = 6, .decay_heads = 6});
   check({.name = "GDN-2, 2 and 4 heads", .key_heads = 2, .value_heads = 4,
          .decay = Decay::PerChannel, .decay_heads = 2, .erase = true});
-}
-
-TEST_P(CudaPrefillHeads, EveryConvolutionAndNorm) {
-  check({.name = "no convolution", .conv = 0});
-  check({.name = "width 1", .conv = 1});
-  check({.name = "width 2, bias", .conv = 2, .conv_bias = true});
-  check({.name = "width 3", .conv = 3, .decay = Decay::PerChannel});
-  check({.name = "width 4, bias", .conv = 4, .conv_bias = true});
-  check({.name = "width 7, which takes steps", .conv = 7});
-  check({.name = "elu + 1, sum norm", .qk_activation = Activation::EluPlusOne,
-         .qk_norm = QkNorm::Sum});
-  check({.name = "no activation, norm without epsilon", .qk_activation = Activation::None,
-         .qk_norm = QkNorm::L2Max});
 }
 
 // exp(-L) would be exp(20,480) here, and exp(320) inside one chunk.
@@ -172,10 +200,12 @@ TEST_F(CudaPrefill, StrongDecaysStayFiniteAndRight) {
 }
 
 // Long memories: what is wrong in a state shows in all that follows.
-TEST_F(CudaPrefill, LongRowsOfManyHeads) {
+TEST_F(CudaPrefill, LongRowsOfMany) {
   for (DeltaCase c : kinds()) {
-    c.key_heads = c.value_heads = c.decay_heads = 34;
-    if (c.dt_shift < 0 || c.decay == Decay::None) check(c, {700, 300});
+    c.key_heads = c.value_heads = c.decay_heads = 1;
+    std::vector<int32_t> lengths = many_rows();
+    lengths.insert(lengths.begin(), {700, 300});
+    if (c.dt_shift < 0 || c.decay == Decay::None) check(c, lengths);
   }
 }
 TEST_F(CudaPrefill, LongRows) {

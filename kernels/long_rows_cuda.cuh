@@ -1,0 +1,46 @@
+#pragma once
+#include <algorithm>
+
+#include "kernels/op.h"
+
+// Where the rows of more tokens than `steps_most` are. Most of a step's rows may be of sequences
+// that decode, and a block that finds nothing to do still costs a microsecond, so chunk kernels
+// start blocks for the long rows alone. The host, which knows how many rows and tokens there are
+// but not how long each row is, starts as many as there may be.
+namespace weir::cuda {
+
+// How many there are, at most.
+inline int most_long_rows(const Rows& rows, int steps_most) {
+  return std::clamp(rows.tokens / (steps_most + 1), 1, rows.count);
+}
+
+// How many there are as a rule: all, or, if rows have fewer than `mean` tokens in the mean, few
+// prompts among rows that decode.
+inline int likely_long_rows(const Rows& rows, int steps_most, int mean) {
+  const bool mixed = rows.tokens / rows.count < mean;
+  return mixed ? std::clamp(rows.tokens / 1024, 1, rows.count) : most_long_rows(rows, steps_most);
+}
+
+// By each warp for itself: the k-th row of `least` to `most` tokens; -1: there are fewer.
+__device__ inline int row_among(const Rows& rows, int k, int least, int most) {
+  for (int base = 0; base < rows.count; base += 32) {
+    const int row = base + int(threadIdx.x) % 32;
+    const int tokens = row < rows.count ? rows.begin[row + 1] - rows.begin[row] : 0;
+    uint32_t found = __ballot_sync(0xffffffffu, least <= tokens && tokens <= most);
+    const int count = __popc(found);
+    if (k < count) {
+      for (; k > 0; --k) found &= found - 1;
+      return base + __ffs(found) - 1;
+    }
+    k -= count;
+  }
+  return -1;
+}
+
+// The k-th long row. With a block for each row along y, k itself, which may be short.
+__device__ inline int long_row(const Rows& rows, int k, int steps_most) {
+  if (int(gridDim.y) == rows.count) return k < rows.count ? k : -1;
+  return row_among(rows, k, steps_most + 1, rows.tokens);
+}
+
+}  // namespace weir::cuda
