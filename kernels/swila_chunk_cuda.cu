@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/long_rows_cuda.cuh"
 #include "kernels/swila_chunk_layout.cuh"
 
 namespace weir::cuda::swila_chunk {
@@ -10,11 +11,7 @@ namespace {
 // What blocks of the chunk kernel could not do for each other's sake: the last inputs of a row
 // become its history once all have read the old one; heads whose values lie in several blocks are
 // normalised, a warp one token. Rows of few tokens are left alone.
-__global__ __launch_bounds__(256) void finish_rows_kernel(const __grid_constant__ SwilaMix op,
-                                                          bool norm) {
-  const int row = blockIdx.y;
-  let_successor_start();
-  wait_for_predecessor();
+__device__ inline void finish_row(const SwilaMix& op, int row, bool norm) {
   const Slot slot = op.rows.slot[row];
   const int begin = op.rows.begin[row], count = op.rows.begin[row + 1] - begin;
   if (slot == kPadding || count <= kStepTokensMost) return;
@@ -37,13 +34,28 @@ __global__ __launch_bounds__(256) void finish_rows_kernel(const __grid_constant_
     *out = {y.x * scale * weight.x, y.y * scale * weight.y};
   }
 }
+__global__ __launch_bounds__(256) void finish_rows_kernel(const __grid_constant__ SwilaMix op,
+                                                          bool norm) {
+  let_successor_start();
+  wait_for_predecessor();
+  for (int k = blockIdx.y;; k += gridDim.y) {
+    const int row = long_row(op.rows, k, kStepTokensMost);
+    if (row < 0) return;
+    finish_row(op, row, norm);
+  }
+}
+
+// The long rows, of which there are few only where there must be short ones too.
+int prompts(const SwilaMix& op) {
+  return likely_long_rows(op.rows, kStepTokensMost, kStepTokensMost + 1);
+}
 
 // The fewer heads and rows there are, the thinner the slices: a block for each multiprocessor.
 int slice_of(const SwilaMix& op, const Context& context) {
-  const int long_rows = std::clamp(op.rows.tokens / (kStepTokensMost + 1), 1, op.rows.count);
+  const int rows = prompts(op);
   int slice = kDim;
   while (slice > 16 &&
-         long_rows * op.heads * (kDim / slice) * 2 <= context.multiprocessors) {
+         rows * op.heads * (kDim / slice) * 2 <= context.multiprocessors) {
     slice /= 2;
   }
   return slice;
@@ -110,9 +122,10 @@ bool run(const SwilaMix& op, Context& context) {
   start(op, maps_of(op, context, slice), context, slice);
   const bool norm = slice != kDim;
   const int64_t work = norm ? int64_t(op.rows.tokens) * op.heads / 64 : 8;
-  const int64_t most = std::max(8, 8 * context.multiprocessors / op.rows.count);
+  const int rows = prompts(op);
+  const int64_t most = std::max(8, 8 * context.multiprocessors / rows);
   launch(context,
-         {.grid = dim3(std::clamp<int64_t>(work, 8, most), op.rows.count), .block = dim3(256)},
+         {.grid = dim3(std::clamp<int64_t>(work, 8, most), rows), .block = dim3(256)},
          finish_rows_kernel, op, norm);
   return true;
 }

@@ -1,4 +1,5 @@
 #pragma once
+#include "kernels/long_rows_cuda.cuh"
 #include "kernels/swila_chunk_gates.cuh"
 #include "kernels/swila_chunk_helper.cuh"
 #include "kernels/swila_chunk_state.cuh"
@@ -57,10 +58,11 @@ __global__ __launch_bounds__(V::kThreads, 1) void swila_chunk_kernel(
   extern __shared__ __align__(128) unsigned char space[];
   auto& shared = *reinterpret_cast<Shared<V>*>(space);
   constexpr int kSlices = kDim / V::kValues;
-  const int row = blockIdx.y;
   if (threadIdx.x == 0) shared.init();
   let_successor_start();
   wait_for_predecessor();
+  const int row = long_row(op.rows, blockIdx.y, kStepTokensMost);
+  if (row < 0) return;
   const Slot slot = op.rows.slot[row];
   const int begin = op.rows.begin[row], count = op.rows.begin[row + 1] - begin;
   if (slot == kPadding || count <= kStepTokensMost) return;
@@ -80,7 +82,7 @@ void start_variant(const SwilaMix& op, const Maps& maps, Context& context) {
   WEIR_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        int(sizeof(Shared<V>))));
   launch(context,
-         {.grid = dim3(op.heads * (kDim / V::kValues), op.rows.count),
+         {.grid = dim3(op.heads * (kDim / V::kValues), most_long_rows(op.rows, kStepTokensMost)),
           .block = dim3(V::kThreads), .shared = sizeof(Shared<V>)},
          kernel, op, maps);
 }

@@ -57,6 +57,19 @@ void CudaSwilaPrefill::check_slices(bool gated) {
 TEST_F(CudaSwilaPrefill, EverySlice) { check_slices(false); }
 TEST_F(CudaSwilaPrefill, EverySliceWithGates) { check_slices(true); }
 
+// Prompts among rows that decode: the blocks for either must find theirs, and nobody the others'.
+TEST_F(CudaSwilaPrefill, PromptsAmongDecodingRows) {
+  std::vector<int32_t> last(70, 1), between;
+  last.push_back(150);
+  for (int32_t i = 0; i < 90; ++i) {
+    between.push_back(i % 40 == 39 ? 50 + i : i % 17 == 3 ? i % 33 : i % 11 == 5 ? 0 : 1);
+  }
+  for (const SwilaCase& c : variants()) {
+    if (c.dt_shift != 0) continue;
+    for (const auto& lengths : {last, between}) check(c, lengths);
+  }
+}
+
 // exp(-L) would be exp(20,480) here, and exp(80) inside one chunk.
 TEST_F(CudaSwilaPrefill, StrongGatesStayFiniteAndRight) {
   for (const bool temporal : {false, true}) {
