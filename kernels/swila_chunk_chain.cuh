@@ -28,13 +28,13 @@ struct Chain {
   struct Factors {
     Two prior, beta;
   };
-  __device__ void load(const typename Shared<V>::Keys& from, int t, Factors& to) const {
-    const int at = (t * kMixtures + first) * V::kValues + d;
-#pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      to.prior[j] = from.router[at + j * V::kValues];
-      to.beta[j] = from.beta[at + j * V::kValues];
-    }
+  // From where factors_of() says.
+  __device__ static void load(const float* first_token, int t, Factors& to) {
+    const float4 four = load4(first_token + t * kMixtures * V::kValues);
+    to.prior[0] = four.x;
+    to.prior[1] = four.y;
+    to.beta[0] = four.z;
+    to.beta[1] = four.w;
   }
 
   // r, and u = beta r delta, of one token from delta; r is the last one's before.
@@ -52,15 +52,23 @@ struct Chain {
       }
       u[j] = in.beta[j] * delta[j];
     }
-    float most = fmaxf(a[0], a[1]);
-    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    Two other, others_prior;  // of the neighbour's mixtures: one exchange instead of two
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      other[j] = __shfl_xor_sync(0xffffffffu, a[j], 1);
+      others_prior[j] = V::kTemporal ? __shfl_xor_sync(0xffffffffu, r[j], 1) : 1.0f;
+    }
+    const float most = fmaxf(fmaxf(a[0], a[1]), fmaxf(other[0], other[1]));
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
       a[j] = exp2_fast(a[j] - most);
-      if constexpr (V::kTemporal) a[j] *= r[j];
+      other[j] = exp2_fast(other[j] - most);
+      if constexpr (V::kTemporal) {
+        a[j] *= r[j];
+        other[j] *= others_prior[j];
+      }
     }
-    float sum = a[0] + a[1];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    const float sum = (a[0] + a[1]) + (other[0] + other[1]);
     const float scale = reciprocal(sum);
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
@@ -80,15 +88,15 @@ struct Chain {
     for (int t = 0; t < kTokens; ++t) {
       const float2 two = load_pair(from + t * V::kValues * kMixtures + (t & 2 ? 2 - first : first));
       Two& to = t == 0 ? R.now : R.later[t == 0 ? 0 : t - 1];
-      to[0] = two.x;
-      to[1] = two.y;
+      to[turned(0, t) % 2] = two.x;
+      to[turned(1, t) % 2] = two.y;
     }
     R.last[0] = R.last[1] = 0;
   }
 
   // Eight tokens from t on, with kLater behind the first. All move on by one with each token.
   template <int kLater>
-  __device__ void eight(const Stage<V>& in, const typename Shared<V>::Keys& keys, int t, Window& R,
+  __device__ void eight(const Stage<V>& in, const float* keys, int t, Window& R,
                         Two& r) const {
     constexpr int kSets = V::kGated ? kOwn : 1;
     const float* const gram = in.gram[V::kGated ? first : 0];
@@ -146,8 +154,10 @@ struct Chain {
       meet(kRecalled + group, V::kOfGroup);
       take(R);
       warp_arrive(&shared.taken[group]);
-      eight<15>(shared.stage[c % V::kStages], shared.keys[c % 2], 0, R, r);
-      eight<7>(shared.stage[c % V::kStages], shared.keys[c % 2], 8, R, r);
+      const Stage<V>& in = shared.stage[c % V::kStages];
+      const float* const keys = factors_of<V>(shared.keys[c % 2], d, first / kOwn);
+      eight<15>(in, keys, 0, R, r);
+      eight<7>(in, keys, 8, R, r);
       arrive(kWritten + group, V::kOfGroup);
     }
     if constexpr (V::kTemporal) {

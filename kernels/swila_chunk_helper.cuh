@@ -65,30 +65,55 @@ struct Helper {
     for (int j = 0; j < kMixtures; ++j) from[j * V::kValues] = x[j];
   }
 
+  // A warp has kAtOnce tokens at one time; a lane kPer values of one, 32 apart.
+  static constexpr int kPer = V::kValues == kDim ? 2 : 1, kLanes = V::kValues / kPer;
+  static constexpr int kAtOnce = 32 / kLanes, kOfWarp = kTokens / V::kHelpers;
+
   // Logits of chunk n become the chain's factors. A token behind the row's end changes nothing.
   __device__ void make_factors(int n) const {
     wait_for(&shared.keys_full[n % 2], n / 2);
     auto& keys = shared.keys[n % 2];
-    const int count = place.count - n * kTokens;
-    each_value([&](int t, int d, int at) {
-      const bool inside = t < count;
-      change_four(keys.beta + at, [&](float (&x)[kMixtures]) {
-        sigmoids(x);
+#pragma unroll 1
+    for (int i = 0; i < kOfWarp; i += kAtOnce) {
+      const int t = thread / 32 * kOfWarp + i + thread % 32 / kLanes, d = thread % kLanes;
+      const int at = t * kMixtures * V::kValues;
+      float prior[kPer][kMixtures], beta[kPer][kMixtures];
 #pragma unroll
-        for (int j = 0; j < kMixtures; ++j) x[j] = inside ? x[j] : 0.0f;
-      });
-      change_four(keys.router + at, [&](float (&x)[kMixtures]) {
-        float scale = kLog2E;
-        if constexpr (V::kTemporal) {
-          softmax(x);  // exp(x) = gk / (1 - gk)
-          scale = exp2_fast(kLog2E * fminf(shared.key_mix[t * V::kValues + d], 60.0f));
+      for (int k = 0; k < kPer; ++k) {
+#pragma unroll
+        for (int j = 0; j < kMixtures; ++j) {
+          prior[k][j] = keys.router[at + j * V::kValues + d + 32 * k];
+          beta[k][j] = keys.beta[at + j * V::kValues + d + 32 * k];
         }
+      }
+      __syncwarp();  // all have read their logits
 #pragma unroll
-        for (int j = 0; j < kMixtures; ++j) x[j] = inside ? x[j] * scale : 0.0f;
-      });
-    });
+      for (int k = 0; k < kPer; ++k) {
+        const float mix = V::kTemporal ? shared.key_mix[t * V::kValues + d + 32 * k] : 0.0f;
+        change(n * kTokens + t < place.count, mix, prior[k], beta[k]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          *reinterpret_cast<float4*>(factors_of<V>(keys, d + 32 * k, h) + at) = {
+              prior[k][2 * h], prior[k][2 * h + 1], beta[k][2 * h], beta[k][2 * h + 1]};
+        }
+      }
+    }
     publish_to_copy_engine();
     warp_arrive(&shared.keys_ready[n % 2]);
+  }
+  __device__ static void change(bool inside, float mix, float (&prior)[kMixtures],
+                                float (&beta)[kMixtures]) {
+    sigmoids(beta);
+    float scale = kLog2E;
+    if constexpr (V::kTemporal) {
+      softmax(prior);
+      scale = exp2_fast(kLog2E * fminf(mix, 60.0f));  // gk / (1 - gk)
+    }
+#pragma unroll
+    for (int j = 0; j < kMixtures; ++j) {
+      prior[j] = inside ? prior[j] * scale : 0.0f;
+      beta[j] = inside ? beta[j] : 0.0f;
+    }
   }
 
   // Temporal: the query side's logits of chunk n become rho where they lie. A thread carries the
@@ -126,9 +151,6 @@ struct Helper {
     meet_helpers();
   }
 
-  // A warp has kAtOnce tokens at one time, a lane kPer values of one, 32 apart.
-  static constexpr int kPer = V::kValues == kDim ? 2 : 1, kLanes = V::kValues / kPer;
-  static constexpr int kAtOnce = 32 / kLanes, kOfWarp = kTokens / V::kHelpers;
   // The mixed answer of token t and value d.
   __device__ float mix(int t, int d) const {
     float rho[kMixtures], out = 0;
@@ -138,11 +160,11 @@ struct Helper {
     }
     if constexpr (!V::kTemporal) softmax(rho);
     const float4 four = load4(&shared.recalled[(t * V::kValues + d) * kMixtures]);
-    const bool swapped = t & 2;
-    const float of[kMixtures] = {swapped ? four.z : four.x, swapped ? four.w : four.y,
-                                 swapped ? four.x : four.z, swapped ? four.y : four.w};
+    const bool pairs = t & 2, ones = t & 4;
+    const float x[kMixtures] = {pairs ? four.z : four.x, pairs ? four.w : four.y,
+                                pairs ? four.x : four.z, pairs ? four.y : four.w};
 #pragma unroll
-    for (int j = 0; j < kMixtures; ++j) out = fmaf(rho[j], of[j], out);
+    for (int j = 0; j < kMixtures; ++j) out = fmaf(rho[j], ones ? x[j ^ 1] : x[j], out);
     return out;
   }
 

@@ -28,7 +28,8 @@ constexpr int kRawTokens = kTokens + kWidth - 1;  // with the convolution's past
 
 constexpr int kKeyPitch = kDim + 8, kTokenPitch = kTokens + 8;  // of halves
 constexpr int kLogPitch = kDim + 8;
-constexpr int kGramSize = (kTokens - 1) * kTokens;
+// Of G; the sets that neighbouring threads read lie in other banks.
+constexpr int kGramSize = (kTokens - 1) * kTokens + 4;
 
 // What the block is made for: kValues of the head's value dims, 16, 32 or 64.
 template <bool gated, bool temporal, int values>
@@ -67,11 +68,11 @@ struct Stage {
 template <class V>
 struct Shared {
   // What the copy engine brings: projections from three tokens before the chunk on, and logits,
-  // [token][mixture][value], which become factors where they lie.
+  // [token][mixture][value]. Those of the chain become factors where they lie, see factors_of().
   alignas(128) float raw[2][kRawTokens * kDim];       // queries, keys
   alignas(128) float raw_v[kRawTokens * V::kValues];
   struct Keys {
-    alignas(128) float router[V::kMixed];  // log2 of the prior but for a constant, see Chain
+    alignas(128) float router[V::kMixed];
     alignas(128) float beta[V::kMixed];
   };
   Keys keys[2];
@@ -82,9 +83,10 @@ struct Shared {
 
   Stage<V> stage[V::kStages];
   alignas(16) float v[kTokens * V::kValuePitch];
-  // R, later the answers: [token][value][mixture], pairs of mixtures swapped where t & 2.
+  // R, later the answers: [token][value][mixture], mixture j of token t in place turned(j, t).
   alignas(16) float recalled[V::kMixed];
-  alignas(16) half u[kMixtures][kTokens * V::kWrittenPitch];  // [token][value]
+  // [token][value]; the mixtures that neighbouring threads write lie in other banks.
+  alignas(16) half u[kMixtures][kTokens * V::kWrittenPitch + 8];
   alignas(16) float key_taps[2][kWidth][kDim];                // of queries and keys
   alignas(16) float value_taps[kWidth][V::kValues];
   // Gated only: keys and queries before any decay, and L in powers of two.
@@ -119,6 +121,16 @@ struct Shared {
   }
 };
 
+// Where the chain's factors of the first token, value d and two mixtures from 2 half on lie: prior
+// and beta of each, side by side. Where the router's and beta's logits of the token were there is
+// room for one half of the values each. Of eight neighbouring values no two lie in the same banks.
+template <class V>
+__device__ inline float* factors_of(typename Shared<V>::Keys& keys, int d, int half) {
+  constexpr int kHalf = V::kValues / 2;
+  float* const at = d < kHalf ? keys.router : keys.beta;
+  return at + d % kHalf * 2 * kMixtures + (half ^ (d >> 2 & 1)) * kMixtures;
+}
+
 // Has the copy engine bring a box; the barrier was told to expect it. Coordinates: innermost first.
 template <typename... Coordinates>
 __device__ inline void bring_box(float* to, const CUtensorMap& map, uint32_t full,
@@ -148,6 +160,9 @@ struct Place {
   }
   __device__ int64_t channel(int dim) const { return int64_t(head) * kDim + dim; }
 };
+
+// Of four neighbouring tokens pairs the mixtures lie in other banks.
+__device__ constexpr int turned(int mixture, int t) { return mixture ^ (t & 2) ^ (t >> 2 & 1); }
 
 // Named barriers; 0 is __syncthreads()'s. The first two have one for each group of values, the last
 // one for each mixture.

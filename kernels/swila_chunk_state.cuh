@@ -9,7 +9,7 @@ struct StateWarp {
   static constexpr int kTiles = V::kTiles, kKeyTiles = kDim / 8, kTokenTiles = kTokens / 8;
   // Registers for R of all tiles are too few: they are put, one at a time, where R will be.
   static constexpr bool kPark = kTiles > 1;
-  static constexpr int kAtOnce = kPark ? 1 : kTiles;
+  static constexpr int kAtOnce = kTiles;
   using Answers = float[kTiles][kTokenTiles][4];  // [value, token]
   const SwilaMix& op;
   const Place& place;
@@ -75,7 +75,7 @@ struct StateWarp {
     float* const to = &shared.recalled[(p * V::kValues + value + g) * kMixtures];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int at = mixture ^ ((p + i % 2) & 2);
+      const int at = turned(mixture, p + i % 2);
 #pragma unroll
       for (int k = m; k < m + kCount; ++k) {
 #pragma unroll
