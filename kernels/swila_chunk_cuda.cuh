@@ -4,7 +4,7 @@
 namespace weir::cuda::swila_chunk {
 
 // Rows of a SwilaMix with more tokens than this go through the chunk kernel.
-constexpr int kStepTokensMost = 32;
+constexpr int kStepTokensMost = 8;
 
 // Runs every row of more than kStepTokensMost tokens in blocked form (swila_chunk.h) and leaves the
 // others alone. False, having done nothing, where the op's sizes are not served so.

@@ -354,7 +354,7 @@ void bench_all(PrefillBench& bench) {
   for (const SwilaMixer& mixer : swila) {
     for (const int32_t rows : batches) {
       bench.time(mixer, rows, bench.cpu() ? 64 : 2048);
-      bench.time(mixer, rows, 32);  // which steps take
+      bench.time(mixer, rows, 32);
     }
   }
   for (const Softmax& mixer : {Softmax{"softmax 32x64", 32, 32, 64},

@@ -20,7 +20,7 @@ struct Steps {
 };
 inline const Steps kDecode{{3, 0, kPadding, 5, 1}, {7, 0, 0, 100, 1}, {0, 1, 2, 3, 4, 5}};
 inline const Steps kRagged{{2, kPadding, 4, 0, 1}, {5, 0, 0, 0, 12}, {0, 2, 5, 12, 13, 33}};
-// The same, of rows that delta_mix walks token by token: it takes longer ones in chunks.
+// The same, of rows that delta_mix and swila_mix walk token by token: longer ones go in chunks.
 inline const Steps kShort{{2, kPadding, 4, 0, 1}, {5, 0, 0, 0, 12}, {0, 2, 5, 12, 13, 21}};
 // As many tokens as rows, but not one each.
 inline const Steps kUneven{{2, 5, kPadding, 4, 0}, {5, 3, 0, 0, 2}, {0, 3, 3, 3, 4, 5}};
