@@ -31,7 +31,8 @@ constexpr int kGroups = kThreads / kLanes;  // rows of the state at one time
 constexpr int kPart = 16;                   // values whose squares are summed by neighbouring lanes
 constexpr int kBlocks = 4;                  // on a multiprocessor, at least
 constexpr int kHeldHeads = 16;              // from so many on, run_held() is faster
-constexpr int kStreamHeads = 128;           // from so many on, run_stream() is faster
+constexpr int kStreamHeads = 128;           // from so many on, run_stream() is faster,
+constexpr int kManySlices = 200;            // and from so many on faster than run_slices()
 constexpr int kPartsMost = 64;              // of a head: value_dim <= 1024
 
 // What finish() multiplies a thread's first value with, loaded before the state's step.
@@ -507,8 +508,12 @@ void run(const DeltaMix& op, Context& context) {
   const bool single = longest == 1 && !op.rows.computed;
   const int heads = op.rows.count * op.value_heads;
   if (single && plain && heads >= kHeldHeads && holds(op, context)) return run_held(op, context);
-  if (single && plain && heads >= kStreamHeads && streams(op, context)) {
-    return run_stream(op, context);
+  if (single && plain) {
+    const bool sliced = slices(op, context);
+    if (heads >= (sliced ? kManySlices : kStreamHeads) && streams(op, context)) {
+      return run_stream(op, context);
+    }
+    if (sliced) return run_slices(op, context);
   }
   run_steps(op, context,
             leave_split(op.out, op.value_heads * op.value_dim, op.rows.tokens, context), INT_MAX);

@@ -12,4 +12,8 @@ void run_stream(const DeltaMix& op, Context& context);
 bool holds(const DeltaMix& op, const Context& context);
 void run_held(const DeltaMix& op, Context& context);
 
+// Heads of 256 keys, a block for 64 values.
+bool slices(const DeltaMix& op, const Context& context);
+void run_slices(const DeltaMix& op, Context& context);
+
 }  // namespace weir::cuda

@@ -72,12 +72,31 @@ TEST_F(CudaDeltaMix, ManyRows) {
   }
 }
 
-// More heads of 256x512 than run at one time: a kernel that stayed waited forever here.
+// More heads of 256x512 than run at one time: a kernel that stayed waited forever here. Fewer ones
+// are cut into slices, the blocks of clusters of every size; but not where six share two key heads.
 TEST_F(CudaDeltaMix, ManyRowsOfLargeHeads) {
-  for (const auto& [keys, values] : {std::pair{2, 6}, {6, 6}}) {
-    const DeltaCase c{.key_heads = keys, .value_heads = values, .key_dim = 256, .value_dim = 512,
-                      .decay_heads = values};
-    same("delta_mix many rows, " + std::to_string(values) + " heads of 256x512", 5e-6,
+  struct Heads {
+    int32_t keys, values, dim;
+  };
+  for (const Heads& h : {Heads{6, 6, 512}, {2, 2, 512}, {2, 6, 256}, {2, 2, 256}, {2, 16, 64},
+                         {1, 2, 64}, {2, 2, 64}}) {
+    const DeltaCase c{.key_heads = h.keys, .value_heads = h.values, .key_dim = 256,
+                      .value_dim = h.dim, .decay_heads = h.values};
+    same("delta_mix many rows, " + std::to_string(h.values) + " heads of 256x" +
+             std::to_string(h.dim),
+         5e-6, [&](Side& side) { return delta_program(side, c, many_rows()); });
+  }
+}
+
+TEST_F(CudaDeltaMix, ManyRowsOfSlicesOfEveryKind) {
+  for (DeltaCase c : {
+           DeltaCase{.name = "KDA", .decay = Decay::PerChannel},
+           {.name = "GDN-2, bias", .decay = Decay::PerChannel, .erase = true, .conv_bias = true},
+           {.name = "DeltaNet, elu + 1, sum norm", .decay = Decay::None, .gate = false,
+            .qk_activation = Activation::EluPlusOne, .qk_norm = QkNorm::Sum}}) {
+    c.key_dim = 256;
+    c.value_dim = 128;
+    same("delta_mix many rows, slices, " + c.name, 5e-6,
          [&](Side& side) { return delta_program(side, c, many_rows()); });
   }
 }
