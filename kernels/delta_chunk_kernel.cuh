@@ -36,11 +36,12 @@ __global__ __launch_bounds__(kPreparers, kPrepareBlocks<kChannel>) void delta_pr
     const Products<K, kChannel> products{shop};
     ScalarLogits logits;
     if (warp == 7) logits.load(op, place, preparer.first);
-    if constexpr (kChannel) preparer.channel_logs();
     if (warp == 7) preparer.scalar_gates(logits);
     if constexpr (kChannel) {
+      typename Preparer<K, kChannel>::RunLogs g;
+      preparer.channel_logs(g);
       __syncthreads();
-      preparer.join_logs();
+      preparer.join_logs(g);
     }
 #pragma unroll 1
     for (int which = 0; which < 2; ++which) preparer.keys(which);

@@ -201,6 +201,8 @@ struct Starts {
 // Whole rows in one kernel: keys of 128, values in multiples of it. What it returns is where their
 // answers were left, rounded, for the Linear that follows, and then perhaps not in op.out.
 SplitVectors start_rows(const DeltaMix& op, Context& context);
+// The same of heads whose channels each have their own decay, or erase gate.
+SplitVectors start_channel_rows(const DeltaMix& op, Context& context);
 
 Starts head_starts(int key_dim);     // one number decays a head, or none
 Starts channel_starts(int key_dim);  // each key channel has its own decay, or erase gate

@@ -76,14 +76,14 @@ __device__ inline void activate(Activation activation, float4* x) {
   }
 }
 
-// log2(exp(softplus(x))). log(1 + e) is its series where 1 + e would lose e. All of it is computed,
-// as the compiler would branch.
+// log2(exp(softplus(x))) = max(y, 0) + log2(1 + 2^-|y|), y = x log2(e). The logarithm is its series
+// where 1 + e would lose e. All of it is computed, as the compiler would branch.
 __device__ inline float log2_softplus(float x) {
-  const float e = exp2_fast(fminf(kLog2E * x, 126.0f));
-  float series = kLog2E * e * (1.0f - e * (0.5f - e * (1.0f / 3.0f))), log = __log2f(1.0f + e);
-  asm volatile("" : "+f"(series), "+f"(log));
-  const float small = e < 0.015625f ? series : log;
-  return x > 30.0f ? kLog2E * x : small;
+  const float y = kLog2E * x, e = exp2_fast(-fabsf(y));
+  float series = e * (kLog2E - 0.5f * kLog2E * e), log;
+  asm volatile("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(1.0f + e));
+  asm volatile("" : "+f"(series));
+  return fmaxf(y, 0.0f) + (e < 0.001953125f ? series : log);
 }
 
 // Consecutive tokens of one group of threads, each of them with four neighbouring channels of K.
@@ -314,12 +314,12 @@ struct Preparer {
     }
   }
 
-  // L within each thread's run of tokens, per channel; the runs' sums beside it.
-  __device__ void channel_logs() const {
+  // L within each thread's run of tokens, per channel, in g; the runs' sums for the others.
+  using RunLogs = float4[Run<K>::kCount];
+  __device__ void channel_logs(RunLogs& g) const {
     constexpr int kCount = Run<K>::kCount;
     const Run<K> run;
     const int head = place.decay_head;
-    float4 g[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) g[i] = zero4();
     if (op.decay != Decay::None) {
@@ -341,9 +341,8 @@ struct Preparer {
     float4 sum = zero4();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int t = run.first + i;
-      if (valid(t)) sum = plus(sum, g[i]);
-      *logs_of(t, run.channel) = sum;
+      if (valid(run.first + i)) sum = plus(sum, g[i]);
+      g[i] = sum;
     }
     *reinterpret_cast<float4*>(&shop.run_sums[4 * threadIdx.x]) = sum;
   }
@@ -368,8 +367,8 @@ struct Preparer {
     }
   }
 
-  // After a barrier: the sums of the runs before are added.
-  __device__ void join_logs() const {
+  // After a barrier: the sums of the runs before are added, and L is kept.
+  __device__ void join_logs(const RunLogs& g) const {
     const Run<K> run;
     float4 before = zero4();
     for (int i = threadIdx.x % Run<K>::kLanes; i < int(threadIdx.x); i += Run<K>::kLanes) {
@@ -377,8 +376,7 @@ struct Preparer {
     }
 #pragma unroll
     for (int i = 0; i < Run<K>::kCount; ++i) {
-      float4* const L = logs_of(run.first + i, run.channel);
-      *L = plus(*L, before);
+      *logs_of(run.first + i, run.channel) = plus(g[i], before);
     }
   }
 

@@ -303,10 +303,11 @@ struct RowPreparer : RowPart<kChannel> {
     wait_for(&shared.gates_full[n % 2], n / 2);
     values(preparer, n);
     if (op.decay == Decay::PerChannel) wait_for(&shared.decays_full, n);
-    preparer.channel_logs();
+    typename Preparer::RunLogs g;
+    preparer.channel_logs(g);
     meet_preparers();
     bring(0, n);
-    preparer.join_logs();
+    preparer.join_logs(g);
     Part::await_stage(n);
     await_raw(1, n);
     preparer.keys(1);

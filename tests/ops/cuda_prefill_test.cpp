@@ -98,21 +98,27 @@ INSTANTIATE_TEST_SUITE_P(Sizes, CudaPrefillSlices,
 
 // Prompts among rows that decode: the blocks for either must find theirs, and nobody the others'.
 // Heads of 128x128 decode in a kernel of their own where there are 16 of them.
-TEST_F(CudaPrefill, PromptsAmongDecodingRows) {
-  std::vector<int32_t> last(100, 1), first{90}, between;
+std::vector<int32_t> between() {
+  std::vector<int32_t> lengths;
+  for (int32_t i = 0; i < 120; ++i) {
+    lengths.push_back(i % 40 == 39 ? 50 + i : i % 7 == 3 ? i % 33 : i % 11 == 5 ? 0 : 1);
+  }
+  return lengths;
+}
+class CudaPrefillAmong : public CudaPrefill, public testing::WithParamInterface<DeltaCase> {};
+TEST_P(CudaPrefillAmong, DecodingRows) {
+  std::vector<int32_t> last(100, 1), first{90};
   last.push_back(300);
   first.resize(70, 1);
-  for (int32_t i = 0; i < 120; ++i) {
-    between.push_back(i % 40 == 39 ? 50 + i : i % 7 == 3 ? i % 33 : i % 11 == 5 ? 0 : 1);
-  }
-  for (DeltaCase c : kinds()) {
-    if (c.dt_shift != 0) continue;
-    for (const auto& lengths : {last, first, between}) check(c, lengths);
-    c.key_dim = 64;
-    check(c, between);
-  }
+  DeltaCase c = GetParam();
+  for (const auto& lengths : {last, first, between()}) check(c, lengths);
+  c.key_dim = 64;
+  check(c, between());
+}
+INSTANTIATE_TEST_SUITE_P(Kinds, CudaPrefillAmong, testing::ValuesIn(kinds()));
+TEST_F(CudaPrefill, AmongDecodingRowsOfSharedKeys) {
   check({.name = "4 value heads a key head", .key_heads = 1, .value_heads = 4, .decay_heads = 4},
-        between);
+        between());
 }
 
 // More chunks than the scratch memory has room for (384 MB, 39 KB for a chunk of a head here): rows
