@@ -90,13 +90,16 @@ __device__ inline void load_scales(const Job& job, float* scale, int thread, int
 // The cluster's sums of the same four numbers, in the order of the blocks' ranks.
 template <int kCluster>
 __device__ inline float4 sum_of(const float* mine) {
-  if constexpr (kCluster == 1) return *reinterpret_cast<const float4*>(mine);
-  float4 part[kCluster];
+  if constexpr (kCluster == 1) {
+    return *reinterpret_cast<const float4*>(mine);
+  } else {
+    float4 part[kCluster];
 #pragma unroll
-  for (int c = 0; c < kCluster; ++c) part[c] = read_four(mine, uint32_t(c));
+    for (int c = 0; c < kCluster; ++c) part[c] = read_four(mine, uint32_t(c));
 #pragma unroll
-  for (int c = 1; c < kCluster; ++c) part[0] = add(part[0], part[c]);
-  return part[0];
+    for (int c = 1; c < kCluster; ++c) part[0] = add(part[0], part[c]);
+    return part[0];
+  }
 }
 
 // Which tokens of the block's tile are this block's to store; the others are its cluster's.
