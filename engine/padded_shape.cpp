@@ -16,12 +16,14 @@ int32_t decode_rows(int32_t rows, const Limits& limits) {
 }
 
 // One more row at least, whose tokens fill the step up: to a multiple of 16 to 128, an eighth of a
-// power of two.
-StepShape mixed(const StepShape& shape) {
+// power of two, or to all that a step may have. As many outputs as rows, if they are enough.
+StepShape mixed(const StepShape& shape, int32_t step_tokens) {
   const int32_t rows = round_up(shape.rows + 1, kStepPadding);
   const int32_t tokens = shape.tokens + rows - shape.rows;
-  const auto part = int32_t(std::bit_floor(uint32_t(tokens)) / 8);
-  return {rows, round_up(tokens, std::max(16, part)), round_up(shape.outputs, kStepPadding)};
+  if (tokens > step_tokens) return shape;
+  const int32_t part = std::max(16, int32_t(std::bit_floor(uint32_t(tokens)) / 8));
+  const int32_t outputs = std::max(rows, round_up(shape.outputs, kStepPadding));
+  return {rows, std::min(round_up(tokens, part), step_tokens), shape.outputs == 0 ? 0 : outputs};
 }
 
 }  // namespace
@@ -34,8 +36,7 @@ StepShape padded_shape(const StepShape& shape, const Limits& limits) {
     return {rows, rows, rows};
   }
   if (shape.rows == 1 || shape.tokens > kPaddedMost) return shape;
-  const StepShape padded = mixed(shape);
-  return padded.tokens <= limits.step_tokens ? padded : shape;
+  return mixed(shape, limits.step_tokens);
 }
 
 }  // namespace weir

@@ -112,9 +112,11 @@ const StepBatch& Scheduler::next(Nanoseconds now) {
   for (Sequence* sequence : running_) {
     if (sequence->moves() && sequence->unread() == 1) add_row(*sequence, 1, batch);
   }
-  // A step that is nearly full of rows that decode is left unpadded, not without prompts.
+  // A prompt by itself is not padded. Nor is a step that is nearly full of rows that decode:
+  // prompts do not wait for padding's sake.
   int32_t most = limits_.step_tokens;
-  if (most - int32_t(batch.tokens.size()) > 2 * limits_.padding) most -= limits_.padding;
+  const int32_t free = most - int32_t(batch.tokens.size());
+  if (running_.size() > 1 && free > 2 * limits_.padding) most -= limits_.padding;
   for (Sequence* sequence : running_) {
     const int32_t room = most - int32_t(batch.tokens.size());
     int32_t count = std::min({sequence->unread(), limits_.chunk_tokens, room});

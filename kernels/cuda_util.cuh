@@ -67,7 +67,7 @@ struct Context {
   bool follows = false;                // the launch before this one was ours: it may overlap
   bool odd = false;                    // which of two kinds the last of Hopper's Linear was
   bool fresh_state = true;             // no earlier op of this program wrote this op's state
-  MatrixProducts* products = nullptr;  // null: no cuBLASLt on this machine
+  MatrixProducts* products = nullptr;  // null: no cuBLASLt, nor the kernel for prompts
 
   Hopper hopper;
   bool keep_low = true;                // Linear multiplies x by high and low bf16 halves

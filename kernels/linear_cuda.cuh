@@ -3,7 +3,8 @@
 
 namespace weir::cuda {
 
-// From this many tokens on, cuBLASLt takes the large parts of a Linear.
+// From this many tokens on, cuBLASLt takes the large parts of a Linear, but for what the kernels
+// for Hopper take: see kHopperTokens and suits_prompt().
 inline constexpr int kLargeTokens = 17;
 
 // Up to so many tokens the kernels for Hopper read the weights once.
@@ -47,12 +48,13 @@ struct PromptProduct {
 bool suits_prompt(int rows, int in, int tokens, const Context& context);
 void run_prompt(const PromptProduct& product, Context& context);
 
-void run_large(const Linear& op, Context& context);   // bf16, 16-byte aligned, by cuBLASLt
+void run_large(const Linear& op, Context& context);   // bf16, 16-byte aligned
 // The same for a gate and its other half, one matrix without biases, and what is made of them,
 // which is left split. By run_prompt(), or rounded on the way.
 void run_large_gated(const Linear& op, const Swiglu& gate, Context& context);
 bool is_one_matrix(const Linear& op);
-// Gate and up as run_large_narrow() leaves them; out is left split, for a Linear that reads it so.
+// Gate and up as run_large_gated() leaves them rounded; out is left split, for a Linear that reads
+// it so.
 void run_narrow(const Swiglu& op, Context& context);
 
 }  // namespace weir::cuda

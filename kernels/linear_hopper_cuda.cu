@@ -443,6 +443,7 @@ void start(Job& job, const Tiling& tiling, Context& context) {
     const int half = kHalfRegisters / ((attributes.numRegs + 7) / 8 * 8) / 32 * 32;
     threads = std::min(threads, context.odd ? half : half + 32);
   }
+  WEIR_CHECK(threads > kGroups * kGroupThreads + 32);  // a warp that copies, one that reads scales
   const int share = (job.chunks + job.cluster - 1) / job.cluster;
   job.stages = std::min({int((shared - beyond) / stage), share, kMostStages});
   job.early = shared == kWhole ? kEarlyStages : kMostStages;

@@ -1,5 +1,6 @@
 // Linear for many tokens: cuBLASLt, loaded when the program starts and never linked, so that a
-// machine without it still runs (on the kernels of linear_cuda.cu).
+// machine without it still runs (on the kernels of linear_cuda.cu). What suits the kernel for
+// prompts on Hopper goes there (linear_prompt_cuda.cu).
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <dlfcn.h>

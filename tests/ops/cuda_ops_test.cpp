@@ -143,7 +143,7 @@ TEST_F(CudaTest, LinearReadsWhatTheOpBeforeLeftSplit) {
   }
 }
 
-// The kernel for prompts: as many tiles of 256 tokens x 256 rows as a card has multiprocessors, so
+// The kernel for prompts: as many tiles of 256 tokens x 192 rows as a card has multiprocessors, so
 // few columns; a last tile of tokens and one of rows that are not full, columns that end inside a
 // stage, and a second part with a bias.
 TEST_F(CudaTest, LinearOfPrompts) {
@@ -155,7 +155,7 @@ TEST_F(CudaTest, LinearOfPrompts) {
   for (const Case& c : {Case{{64, {2556, 2560}}, 3228, false, false},
                         {{64, {2556, 2560}}, 3228, false, true},
                         {{200, {2560}}, 3300, true, false},
-                        {{320, {256}}, 16540, true, true}}) {
+                        {{320, {256}}, 16540, false, true}}) {
     same("linear " + std::to_string(c.linear.in) + ", tokens " + std::to_string(c.tokens),
          c.bf16_vectors ? 3e-3 : 2e-5,
          [&](Side& side) { return linear_of(side, c.linear, c.tokens, c.accumulate); },

@@ -215,7 +215,8 @@ class SimulatedDay {
     size_t row = 0;
     int32_t room = limits_.step_tokens;
     for (const bool decodes : {true, false}) {
-      if (!decodes && room > 2 * limits_.padding) room -= limits_.padding;
+      const bool alone = running_.size() + leaving_.size() == 1;
+      if (!decodes && !alone && room > 2 * limits_.padding) room -= limits_.padding;
       for (const SequenceId id : running_) {
         Client& client = open_.at(id);
         if (!client.moves() || (client.unread() == 1) != decodes) continue;

@@ -78,8 +78,12 @@ BUGS = {
         " most -= 0;"),
     "prompts starve for padding's sake": (
         SCHEDULER,
-        " > 2 * limits_.padding) most",
-        " > 0) most"),
+        " && free > 2 * limits_.padding) most",
+        ") most"),
+    "padding left free beside a prompt alone": (
+        SCHEDULER,
+        "running_.size() > 1 && free",
+        "free"),
     "step budget exceeded": (
         SCHEDULER,
         "std::min({sequence->unread(), limits_.chunk_tokens, room})",
