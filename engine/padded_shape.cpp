@@ -22,8 +22,9 @@ StepShape mixed(const StepShape& shape, int32_t step_tokens) {
   const int32_t tokens = shape.tokens + rows - shape.rows;
   if (tokens > step_tokens) return shape;
   const int32_t part = std::max(16, int32_t(std::bit_floor(uint32_t(tokens)) / 8));
+  const int32_t most = std::min(round_up(tokens, part), step_tokens);
   const int32_t outputs = std::max(rows, round_up(shape.outputs, kStepPadding));
-  return {rows, std::min(round_up(tokens, part), step_tokens), shape.outputs == 0 ? 0 : outputs};
+  return {rows, most, shape.outputs == 0 ? 0 : std::min(outputs, most)};
 }
 
 }  // namespace
