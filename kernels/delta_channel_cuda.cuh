@@ -33,15 +33,10 @@ struct Place {
   float* history;
 };
 
-// K, V: a head's keys and values; V = 0: as the op says.
-template <int V>
-__device__ inline int values_of(const DeltaMix& op) {
-  return V == 0 ? op.value_dim : V;
-}
-// Of a row of the history.
-template <int K, int V>
+// K: a head's keys. Of a row of the history.
+template <int K>
 __device__ inline int channels_of(const DeltaMix& op) {
-  return 2 * op.key_heads * K + op.value_heads * values_of<V>(op);
+  return 2 * op.key_heads * K + op.value_heads * op.value_dim;
 }
 template <int K>
 __device__ inline float* past_of(const DeltaMix& op, const Place& place, const Own& own) {
@@ -58,7 +53,7 @@ __device__ inline float activated(Activation activation, float x) {
 
 // What no kernel of the same program writes before this one. value0: the block's first value, of
 // the head's.
-template <int K, int V>
+template <int K>
 __device__ inline void load_kept(const DeltaMix& op, const Place& place, const Own& own, int value0,
                                  Raw& raw) {
   if (own.role == kFinisher) {
@@ -68,7 +63,7 @@ __device__ inline void load_kept(const DeltaMix& op, const Place& place, const O
   const float* const past = past_of<K>(op, place, own);
 #pragma unroll
   for (int j = 0; j + 1 < kWidth; ++j) {
-    raw.past[j] = place.fresh ? 0.0f : past[j * channels_of<K, V>(op)];
+    raw.past[j] = place.fresh ? 0.0f : past[j * channels_of<K>(op)];
   }
   const float* const taps = own.role == kQuery ? op.conv_q
                             : own.role == kKey ? op.conv_k
@@ -110,9 +105,9 @@ __device__ inline void load_new(const DeltaMix& op, const Place& place, const Ow
   }
 }
 
-// The thread's channel becomes part of the block's vectors, and its inputs the history. With kLate,
-// q's and k's are kept for remember().
-template <int K, int V, bool kLate, typename Shared>
+// The thread's channel becomes part of the block's vectors, and v's inputs the history; q's and k's
+// are kept for remember().
+template <int K, typename Shared>
 __device__ inline void prepare(const DeltaMix& op, const Place& place, const Own& own,
                                const Raw& raw, Shared& shared) {
   if (own.role == kFinisher) {
@@ -123,12 +118,12 @@ __device__ inline void prepare(const DeltaMix& op, const Place& place, const Own
   }
   const float x = raw.bias + raw.taps.x * raw.past[0] + raw.taps.y * raw.past[1] +
                   raw.taps.z * raw.past[2] + raw.taps.w * raw.now;
-  if (own.role == kValue || (!kLate && place.keeps)) {
+  if (own.role == kValue) {
     float* const past = past_of<K>(op, place, own);
     past[0] = raw.past[1];
-    past[channels_of<K, V>(op)] = raw.past[2];
-    past[2 * channels_of<K, V>(op)] = raw.now;
-  } else if (kLate) {
+    past[channels_of<K>(op)] = raw.past[2];
+    past[2 * channels_of<K>(op)] = raw.now;
+  } else {
     shared.kept[0][threadIdx.x] = raw.past[1];
     shared.kept[1][threadIdx.x] = raw.past[2];
     shared.kept[2][threadIdx.x] = raw.now;
@@ -153,14 +148,14 @@ __device__ inline void prepare(const DeltaMix& op, const Place& place, const Own
 }
 
 // The history of q and k, once all blocks that read it have done so.
-template <int K, int V, typename Shared>
+template <int K, typename Shared>
 __device__ inline void remember(const DeltaMix& op, const Place& place, const Own& own,
                                 const Shared& shared) {
   if (!place.keeps || own.role >= kValue) return;
   float* const past = past_of<K>(op, place, own);
 #pragma unroll
   for (int j = 0; j + 1 < kWidth; ++j) {
-    past[j * channels_of<K, V>(op)] = shared.kept[j][threadIdx.x];
+    past[j * channels_of<K>(op)] = shared.kept[j][threadIdx.x];
   }
 }
 

@@ -1,9 +1,11 @@
-#include "kernels/delta_prepare_cuda.cuh"
+#include "kernels/delta_channel_cuda.cuh"
 #include "kernels/delta_stream_cuda.cuh"
 #include "kernels/vector_cuda.cuh"
 
 namespace weir::cuda {
 namespace {
+
+using namespace channel;
 
 // For rows of one token each, heads of 128 keys and 128 values: a block of 16 warps holds a head's
 // whole state, 4 KB a warp, and two blocks share a multiprocessor. Everything that a block reads is
@@ -19,7 +21,7 @@ namespace {
 //
 // Floor: as delta_mix_kernel. A multiprocessor's share of a copy moves a head in 4.3 us; a head's
 // instructions, 1,900 cycles if four are issued in each, take 1 us of it, and L2 alone 3.5 us.
-constexpr int kDim = 128, kWidth = 4;
+constexpr int kDim = 128;
 constexpr int kWarps = 16, kThreads = 32 * kWarps, kRows = kDim / kWarps, kResident = 2;
 constexpr int kManyHeads = 1025;  // from so many on the state passes through shared memory
 constexpr int kPieces = 4;               // of a state, each of four warps' rows
@@ -28,8 +30,6 @@ constexpr int kBringer = kThreads - 32;  // the thread that asks for them
 // Value heads that share a key head are those of one block, in turn, or of a cluster's blocks: each
 // prepares q and k then, and the last one writes their history.
 enum class Sharing { Turns, Cluster };
-
-enum Role { kQuery, kKey, kValue, kFinisher };  // of four neighbouring warps
 
 struct Shared {
   uint64_t barrier[kPieces];
@@ -40,33 +40,9 @@ struct Shared {
   float kept[kWidth - 1][2 * kDim];  // what becomes the history of q and k
 };
 
-// What a thread reads for its channel; of a finisher, the output's gate and its norm's weight.
-struct Raw {
-  float past[kWidth - 1] = {}, now = 0;
-  float4 taps{};
-  float bias = 0, gate = 0, shift = 0;
-  float a = 0;  // decay_a
-};
-
-// Where a block's head is.
-struct Place {
-  int key_head, value_head, decay_head, token;
-  bool fresh;
-  bool keeps;  // its block writes the history of q and k
-  float* history;
-};
-
 // Of a row of the history.
 __device__ inline int channels_of(const DeltaMix& op) {
   return (2 * op.key_heads + op.value_heads) * kDim;
-}
-
-// The usual one without a call: the others' code would not fit the instruction cache.
-__device__ __noinline__ float apply_any(Activation activation, float x) {
-  return apply(activation, x);
-}
-__device__ inline float activated(Activation activation, float x) {
-  return activation == Activation::Silu ? x * quick_sigmoid(x) : apply_any(activation, x);
 }
 
 // The thread's channel in all heads' q, k or v.
@@ -171,14 +147,6 @@ __device__ inline void prepare(const DeltaMix& op, const Place& place, Role role
 __device__ inline float4 four(const float* from) {
   return reinterpret_cast<const float4*>(from)[threadIdx.x % 32];
 }
-__device__ inline float sum_of(float4 x) { return (x.x + x.y) + (x.z + x.w); }
-
-// What normalises a q or k, from its sum or that of its squares; the usual one quickly.
-__device__ inline float scale_of(QkNorm norm, float sum) {
-  if (norm == QkNorm::L2) return rsqrtf(sum + 1e-6f);
-  return norm == QkNorm::L2Max ? 1.0f / fmaxf(sqrtf(sum), 1e-6f) : 1.0f / sum;
-}
-
 // The warp's rows of the state: in registers, or in shared memory, where they lie as in device
 // memory. There from sm_90 on one thread of the block asks for them, kPieces times for four warps.
 template <bool kLanded>

@@ -129,7 +129,7 @@ __device__ inline void bring_ahead(const DeltaMix& op, const Slice& slice, int b
   const int which = piece % 3, blocks = slice.group * slice.slices;
   if (which != kValue && at_block % blocks != 0) return;  // another block's
   const int column = which == kValue ? at_block * kSlice : at_block / blocks * kKeys;
-  bulk_prefetch(at(op.history, slot) + piece / 3 * channels_of<kKeys, 0>(op) +
+  bulk_prefetch(at(op.history, slot) + piece / 3 * channels_of<kKeys>(op) +
                     which * op.key_heads * kKeys + column,
                 uint32_t(which == kValue ? kSlice : kKeys) * sizeof(float));
 }
@@ -192,23 +192,23 @@ __global__ __launch_bounds__(kThreads, kResident) void slice_kernel(
   float* const state = at(op.state, slot) + int64_t(blockIdx.x) * kSlice * kKeys;
   if (!fresh_state) wait_for_predecessor();
   Raw raw, more;
-  load_kept<kKeys, 0>(op, place, own, 0, raw);
-  if (again) load_kept<kKeys, 0>(op, place, other, slice.value0, more);
+  load_kept<kKeys>(op, place, own, 0, raw);
+  if (again) load_kept<kKeys>(op, place, other, slice.value0, more);
   if (block < early) bring(state, place.fresh, shared);
   wait_for_predecessor();
   load_new<kKeys>(op, place, own, raw);
   if (again) load_new<kKeys>(op, place, other, more);
   if (block >= early) bring(state, place.fresh, shared);
   if (thread / 32 == kWarps - 1) bring_ahead(op, slice, block + ahead);
-  prepare<kKeys, 0, true>(op, place, own, raw, shared);
-  if (again) prepare<kKeys, 0, true>(op, place, other, more, shared);
+  prepare<kKeys>(op, place, own, raw, shared);
+  if (again) prepare<kKeys>(op, place, other, more, shared);
   __syncthreads();  // the slice's vectors are there
   if (!place.fresh) barrier_wait(shared_address(shared.barrier + thread / (kThreads / kPieces)), 0);
   step(op, shared, state);
   __syncthreads();  // the slice's answers are there
   exchange(slice, rank, shared);
   if (again && other.role == kFinisher) finish(op, place, slice, other, shared, split);
-  remember<kKeys, 0>(op, place, own, shared);
+  remember<kKeys>(op, place, own, shared);
 }
 
 bool fours(const float* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
