@@ -245,4 +245,17 @@ __device__ inline void softmax(float (&x)[kMixtures]) {
   for (int j = 0; j < kMixtures; ++j) x[j] *= scale;
 }
 
+// sum += A B' of 16 tokens' queries or keys each.
+__device__ inline void product(const half* left, const half* right, float (&sum)[2][4]) {
+  const uint32_t rows = rows_of_a(left, kKeyPitch), columns = rows_of_b(right, kKeyPitch);
+#pragma unroll
+  for (int i = 0; i < kDim; i += 16) {
+    uint32_t a[4], b[4];
+    load_matrices(a, rows + 2 * i);
+    load_matrices(b, columns + 2 * i);
+    multiply(sum[0], a, b[0], b[1]);
+    multiply(sum[1], a, b[2], b[3]);
+  }
+}
+
 }  // namespace weir::cuda::swila_chunk

@@ -153,18 +153,6 @@ struct Convolver {
     }
   }
 
-  // sum = A B' of 16 tokens each, halves.
-  __device__ static void product(const half* left, const half* right, float (&sum)[2][4]) {
-    const uint32_t rows = rows_of_a(left, kKeyPitch), columns = rows_of_b(right, kKeyPitch);
-#pragma unroll
-    for (int i = 0; i < kDim; i += 16) {
-      uint32_t a[4], b[4];
-      load_matrices(a, rows + 2 * i);
-      load_matrices(b, columns + 2 * i);
-      multiply(sum[0], a, b[0], b[1]);
-      multiply(sum[1], a, b[2], b[3]);
-    }
-  }
   // H, or G.
   __device__ void products(bool asked, Stage<V>& stage) const {
     const int g = lane / 4, p = lane % 4 * 2;

@@ -141,17 +141,8 @@ struct StateWarp {
   }
   // -<k_t, k_s> of the next chunk's tokens t and this one's s, decayed: a B [s, t] for each eight.
   __device__ void cross(const Stage<V>& in, const Stage<V>& next, uint32_t (&x)[4]) const {
-    const uint32_t rows = rows_of_a(next.k[set()], kKeyPitch);
-    const uint32_t columns = rows_of_b(V::kGated ? in.end[mixture] : in.k[0], kKeyPitch);
     float sum[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < kDim; i += 16) {
-      uint32_t a[4], b[4];
-      load_matrices(a, rows + 2 * i);
-      load_matrices(b, columns + 2 * i);
-      multiply(sum[0], a, b[0], b[1]);
-      multiply(sum[1], a, b[2], b[3]);
-    }
+    product(next.k[set()], V::kGated ? in.end[mixture] : in.k[0], sum);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = pack(-sum[i % 2][i / 2 * 2], -sum[i % 2][i / 2 * 2 + 1]);
   }
