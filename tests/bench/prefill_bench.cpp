@@ -11,6 +11,8 @@
 namespace weir {
 namespace {
 
+using namespace prompts;
+
 class PrefillBench {
  public:
   explicit PrefillBench(const BenchOptions& options)

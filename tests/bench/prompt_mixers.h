@@ -1,8 +1,8 @@
 #pragma once
 #include "kernels/op.h"
 
-// The mixers that prefill_bench times: their names and shapes.
-namespace weir {
+// The mixers that prefill_bench times: their names and shapes. Not the engine's of these names.
+namespace weir::prompts {
 
 struct SwilaMixer {
   const char* name;
@@ -45,4 +45,4 @@ struct Convolution {
   int32_t channels;
 };
 
-}  // namespace weir
+}  // namespace weir::prompts
