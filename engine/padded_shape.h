@@ -6,8 +6,9 @@ namespace weir {
 
 // What a step's shape is padded to where the backend remembers programs, so that few shapes repeat:
 // a step of one token a row to one of a few counts of rows; a step of several rows of which some
-// have more tokens, up to kPaddedMost in all, to multiples of rows, tokens and outputs. It is left
-// as it is where limits.step_tokens has no room for that, and so is a prompt by itself.
+// have more tokens, up to kPaddedMost in all, to multiples of rows and tokens, and outputs to as
+// many as rows. It is left as it is where limits.step_tokens has no room for that, and so is a
+// prompt by itself.
 StepShape padded_shape(const StepShape& shape, const Limits& limits);
 
 }  // namespace weir

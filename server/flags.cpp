@@ -37,8 +37,8 @@ ABSL_FLAG(int32_t, kv_pages, 0,
           "pages of keys and values, for models with growing attention; 0: what memory allows");
 ABSL_FLAG(int32_t, kv_page_tokens, 64, "tokens in a page of keys and values");
 ABSL_FLAG(int32_t, step_tokens, 512,
-          "tokens computed in one step; raised to the slots if below. Prompts leave 8 of up to "
-          "1024 free on a GPU, for padding");
+          "tokens computed in one step; raised to the slots if below. On a GPU prompts beside "
+          "other sequences leave 8 of up to 1024 free, for padding");
 ABSL_FLAG(int32_t, chunk_tokens, 256, "prompt tokens of one sequence in one step");
 ABSL_FLAG(int32_t, queue, 256, "requests that may wait for a slot; more are RESOURCE_EXHAUSTED");
 ABSL_FLAG(int32_t, max_prompt_tokens, 32768, "longest prompt");
