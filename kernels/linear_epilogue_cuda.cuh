@@ -158,32 +158,13 @@ struct Old {
   __device__ Old() = default;
   __device__ Old(const Job& job, const Block& block, const Share& share, int fours, int i) {
     const int row = block.first_row + i % fours * 4;
-    if (!is_read(job) || i >= share.count * fours || row >= block.rows) return;
+    if (!job.plain || i >= share.count * fours || row >= block.rows) return;
     const float* from = at(job.y, share.first + i / fours) + block.above + row;
     if (job.accumulate) y = __ldcg(reinterpret_cast<const float4*>(from));
     if (job.norm_weight == nullptr) return;
     weight = *reinterpret_cast<const float4*>(job.norm_weight + row);
   }
-  __device__ static bool is_read(const Job& job) {
-    return job.plain && (job.accumulate || job.norm_weight != nullptr);
-  }
 };
-
-// Asks for all of it to be brought to the L2 cache, before the predecessor is done: later it would
-// come from memory behind whatever the successor's blocks have asked for.
-template <int kRows>
-__device__ inline void bring_old(const Job& job, const Block& block, const Team& team,
-                                 const Share& share) {
-  if (!Old::is_read(job)) return;
-  constexpr int kFours = kRows / 4;
-#pragma unroll 1
-  for (int i = team.thread; i < share.count * kFours; i += team.count) {
-    const int row = block.first_row + i % kFours * 4;
-    if (row >= block.rows) continue;
-    if (job.accumulate) prefetch_line(at(job.y, share.first + i / kFours) + block.above + row);
-    if (job.norm_weight != nullptr && i < kFours) prefetch_line(job.norm_weight + row);
-  }
-}
 
 // Adds the cluster's sums, each [tokens][stride_of(kRows)] in its block's shared memory, and stores
 // those of this block's share. `old` is what belongs to the thread's first four.

@@ -216,7 +216,6 @@ __global__ __launch_bounds__(most_threads(kRows, kGroups), 1) void linear_kernel
   __syncthreads();  // the barriers are there
   float* sums = reinterpret_cast<float*>(shared + (ring.data - shared_address(shared)));
   const Share share(job, block);
-  bring_old<kRows>(job, block, team, share);
   Old old;
   if (group >= kGroups) {
     // The others store only once they have met these, so that nothing of the predecessor's is
@@ -263,9 +262,9 @@ __global__ __launch_bounds__(most_threads(kRows, kGroups), 1) void linear_kernel
 // Of a multiprocessor's 228 KB of shared memory. 2 KB a block are taken besides.
 constexpr size_t kWhole = 217 << 10, kOdd = 231 << 9, kEven = 217 << 9;
 constexpr int kHalfRegisters = 32 << 10;
-constexpr int kLeastStages = 4;  // that half of it must hold
+constexpr int kLeastStages = 5;  // that half of it must hold
 // Where a block has all of it, the predecessor is about to end when it starts: x does not wait for
-// more stages of the matrix than these.
+// more stages of the matrix than these, or half as many with two planes of it.
 constexpr int kEarlyStages = 4;
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
@@ -446,7 +445,7 @@ void start(Job& job, const Tiling& tiling, Context& context) {
   WEIR_CHECK(threads > kGroups * kGroupThreads + 32);  // a warp that copies, one that reads scales
   const int share = (job.chunks + job.cluster - 1) / job.cluster;
   job.stages = std::min({int((shared - beyond) / stage), share, kMostStages});
-  job.early = shared == kWhole ? kEarlyStages : kMostStages;
+  job.early = shared == kWhole ? kEarlyStages / job.planes : kMostStages;
   WEIR_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        int(shared)));
   launch(context,
