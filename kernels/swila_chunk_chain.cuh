@@ -52,23 +52,15 @@ struct Chain {
       }
       u[j] = in.beta[j] * delta[j];
     }
-    Two other, others_prior;  // of the neighbour's mixtures: one exchange instead of two
-#pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      other[j] = __shfl_xor_sync(0xffffffffu, a[j], 1);
-      others_prior[j] = V::kTemporal ? __shfl_xor_sync(0xffffffffu, r[j], 1) : 1.0f;
-    }
-    const float most = fmaxf(fmaxf(a[0], a[1]), fmaxf(other[0], other[1]));
+    float most = fmaxf(a[0], a[1]);
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
       a[j] = exp2_fast(a[j] - most);
-      other[j] = exp2_fast(other[j] - most);
-      if constexpr (V::kTemporal) {
-        a[j] *= r[j];
-        other[j] *= others_prior[j];
-      }
+      if constexpr (V::kTemporal) a[j] *= r[j];
     }
-    const float sum = (a[0] + a[1]) + (other[0] + other[1]);
+    float sum = a[0] + a[1];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     const float scale = reciprocal(sum);
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
