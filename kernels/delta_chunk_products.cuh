@@ -178,7 +178,7 @@ struct Products {
   __device__ bool diagonal_block(int b) const {
     const int t = b * kBlock + g, lane = threadIdx.x % 4;
     float A[2][4] = {}, P[2][4] = {}, far = 0;
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < K; i += 16) {
       const int channel = i + 4 * lane;
       const float4 middle = logs(b * kBlock + 7, channel);
@@ -264,7 +264,7 @@ struct Products {
   __device__ void inner_block(int b) const {
     const int first = b * kBlock, lane = threadIdx.x % 4;
     float sum[4] = {};
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < K; i += 16) {
       const int channel = i + 4 * lane;
       const float4 end = logs(first + 7, channel);
@@ -291,7 +291,7 @@ struct Products {
   __device__ void channel_blocks(int b, int c) const {
     const int t = b * kBlock + g, lane = threadIdx.x % 4;
     float A[kCount][2][4] = {}, P[kCount][2][4] = {};
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < K; i += 16) {
       const int channel = i + 4 * lane;
       const float4 end = logs(b * kBlock - 1, channel);
@@ -322,7 +322,7 @@ struct Products {
   __device__ void decay_in_place() const {
     const Run<K> run;
     const float4 last = logs(kTokens - 1, run.channel);
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < Run<K>::kCount; ++i) {
       const int at = panel_at(run.first + i, run.channel);
       const float4 L = logs(run.first + i, run.channel);
