@@ -8,6 +8,7 @@
 
 #include "kernels/backend.h"
 #include "kernels/cuda_util.cuh"
+#include "kernels/device_memory.h"
 #include "kernels/matrix_products_cuda.cuh"
 #include "kernels/resident_cuda.cuh"
 
@@ -19,24 +20,6 @@ constexpr size_t kPinnedBytes = size_t(8) << 20;  // each way, of each lane
 constexpr size_t kGraphsKept = 256;
 constexpr size_t kScratchMost = size_t(192) << 20;  // of each half: 16,384 bf16 vectors of 5,632
 
-std::string mib(size_t bytes) {
-  constexpr size_t kMib = 1 << 20;
-  return std::to_string(bytes / kMib) + "." + std::to_string(bytes % kMib * 10 / kMib) + " MiB";
-}
-
-void* device_memory(size_t bytes) {
-  void* data = nullptr;
-  const cudaError_t error = cudaMalloc(&data, bytes);
-  if (error == cudaSuccess) return data;
-  if (error != cudaErrorMemoryAllocation) cuda::broken(__FILE__, __LINE__, error);
-  size_t free = 0, all = 0;
-  WEIR_CUDA_CHECK(cudaMemGetInfo(&free, &all));
-  const std::string what = "CUDA: no room for " + mib(bytes) + " (" + std::to_string(bytes) +
-                           " bytes), " + mib(free) + " of " + mib(all) + " are free: " +
-                           cudaGetErrorString(error);
-  give_up(what.c_str());
-}
-
 // Device memory that is only ever handed out, piece after piece, so that tensors adopted one after
 // the other lie next to each other.
 class Arena {
@@ -46,7 +29,7 @@ class Arena {
     if (used > size_ - at_) {
       next_ = std::min(2 * next_, size_t(512) << 20);
       size_ = std::max(used, next_);
-      blocks_.push_back(device_memory(size_));
+      blocks_.push_back(cuda::device_memory(size_));
       at_ = 0;
     }
     void* data = static_cast<std::byte*>(blocks_.back()) + at_;
@@ -161,7 +144,7 @@ CudaBackend::CudaBackend(int device, const CudaOptions& options) : device_(devic
   context_.multiprocessors = properties_.multiProcessorCount;
   context_.compute = properties_.major * 10 + properties_.minor;
   context_.half_bytes = std::min(kScratchMost, properties_.totalGlobalMem / 512 / kAlign * kAlign);
-  context_.scratch = device_memory(2 * context_.half_bytes);
+  context_.scratch = cuda::device_memory(2 * context_.half_bytes);
   context_.meeting = cuda::resident::make_meeting(context_);
   products_ = cuda::MatrixProducts::load();
   context_.products = products_.get();
@@ -194,7 +177,7 @@ DeviceInfo CudaBackend::info() const {
 
 void* CudaBackend::allocate(size_t bytes) {
   use();
-  allocated_.push_back(device_memory(std::max(bytes, size_t(1))));
+  allocated_.push_back(cuda::device_memory(std::max(bytes, size_t(1))));
   WEIR_CUDA_CHECK(cudaMemsetAsync(allocated_.back(), 0, bytes, context_.stream));
   return allocated_.back();
 }
@@ -347,7 +330,9 @@ void CudaBackend::run(const Program& program) {
     WEIR_CUDA_CHECK(cudaStreamBeginCapture(context_.stream, cudaStreamCaptureModeThreadLocal));
     enqueue(program, entry, false);
     WEIR_CUDA_CHECK(cudaStreamEndCapture(context_.stream, &graph));
-    WEIR_CUDA_CHECK(cudaGraphInstantiate(&entry.graph, graph, 0));
+    const cudaError_t made = cudaGraphInstantiate(&entry.graph, graph, 0);
+    if (made == cudaErrorMemoryAllocation) cuda::no_room("a step's graph");
+    WEIR_CUDA_CHECK(made);
     WEIR_CUDA_CHECK(cudaGraphDestroy(graph));
   }
   WEIR_CUDA_CHECK(cudaGraphLaunch(entry.graph, context_.stream));

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "kernels/device_memory.h"
 #include "kernels/linear_cuda.cuh"
 #include "kernels/matrix_products_cuda.cuh"
 
@@ -112,7 +113,7 @@ MatrixProducts::MatrixProducts(void* file, std::unique_ptr<Library> library)
   const cublasOperation_t transposed = CUBLAS_OP_T;
   WEIR_BLAS_CHECK(library_->desc_set(desc_, CUBLASLT_MATMUL_DESC_TRANSA, &transposed,
                                      sizeof transposed));
-  WEIR_CUDA_CHECK(cudaMalloc(&workspace_, kWorkspaceBytes));
+  workspace_ = device_memory(kWorkspaceBytes);
 }
 
 MatrixProducts::~MatrixProducts() {

@@ -1,4 +1,5 @@
 // The kernel of a decode step of few tokens: one block stays on each multiprocessor.
+#include "kernels/device_memory.h"
 #include "kernels/resident_copy_cuda.cuh"
 #include "kernels/resident_linear_cuda.cuh"
 #include "kernels/resident_mix_cuda.cuh"
@@ -177,8 +178,7 @@ __global__ __launch_bounds__(kThreads, 1) void resident_kernel(const Table* __re
 
 Meeting* make_meeting(const Context& context) {
   if (context.compute != 90 || context.multiprocessors > Meeting::kBlocks) return nullptr;
-  Meeting* meeting = nullptr;
-  WEIR_CUDA_CHECK(cudaMalloc(&meeting, sizeof(Meeting)));
+  auto* const meeting = static_cast<Meeting*>(device_memory(sizeof(Meeting)));
   WEIR_CUDA_CHECK(cudaMemset(meeting, 0, offsetof(Meeting, words)));
   static_assert(Meeting::kUnwritten == 0xffffffffu);
   WEIR_CUDA_CHECK(cudaMemset(meeting->words, 0xff, sizeof(Meeting::words)));
@@ -191,7 +191,7 @@ Tables::~Tables() {
 
 const Table* Tables::put(const Table& table, bool changed, cudaStream_t stream) {
   const bool fresh = next_ == memory_.size();
-  if (fresh) WEIR_CUDA_CHECK(cudaMalloc(&memory_.emplace_back(), sizeof(Table)));
+  if (fresh) memory_.push_back(device_memory(sizeof(Table)));
   void* data = memory_[next_++];
   if (fresh || changed) {
     WEIR_CUDA_CHECK(cudaMemcpyAsync(data, &table, sizeof(Table), cudaMemcpyHostToDevice, stream));

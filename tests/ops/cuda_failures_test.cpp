@@ -1,5 +1,6 @@
 // A device that is missing, full or broken: a program that went on would give wrong answers.
 #include <gtest/gtest.h>
+#include <sys/wait.h>
 
 #include <csignal>
 #include <cstddef>
@@ -96,6 +97,30 @@ TEST_F(CudaFailures, AFullDeviceEndsTheStart) {
   const char* const expected = "CUDA: no room for .* MiB are free: out of memory";
   EXPECT_EXIT(adopt_weights(), testing::ExitedWithCode(1), expected);
   EXPECT_EXIT(start_others(), testing::ExitedWithCode(1), expected);
+}
+
+// What comes later finds no room either: cuBLASLt's workspace, what kernels keep, steps' graphs. It
+// may be that there is just enough for all of it; an abort is for broken code and broken devices.
+TEST_F(CudaFailures, NoRoomBesideThePoolIsNoAbort) {
+  const auto run_programs = [] {
+    const auto backend = cuda();
+    const auto vectors = [&] {
+      return Acts{static_cast<float*>(backend->allocate(256 * 256 * sizeof(float))), 256};
+    };
+    Linear linear{.in = 256, .parts = 1, .x = vectors(), .y = vectors()};
+    linear.part[0] = {backend->allocate(256 * 256 * 2), 256, 256, DType::BF16};
+    for (size_t piece = size_t(1) << 30; piece >= 4096; piece /= 2) {
+      while (backend->info().free_bytes > 2 * piece) backend->allocate(piece);
+    }
+    for (int32_t tokens = 256; tokens > 0; --tokens) {
+      linear.tokens = tokens;
+      const Program program(64, linear);
+      for (int32_t run = 0; run < 3; ++run) backend->run(program);
+    }
+    backend->finish();
+    std::exit(0);
+  };
+  EXPECT_EXIT(run_programs(), [](int status) { return WIFEXITED(status); }, "");
 }
 
 // An access that is not allowed leaves a device of which nothing can be used any more, as one that
