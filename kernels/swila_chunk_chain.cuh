@@ -12,7 +12,7 @@ __device__ inline float begin_with(const SlotState& kept, const Place& place, in
   return at(kept, place.slot)[place.mixed(j, place.value + d)];
 }
 
-// Factors of a token: beta, and `prior`, log2 of the router's prior but for a constant. Temporal:
+// Factors of a token: -beta, and `prior`, log2 of the router's prior but for a constant. Temporal:
 // the router's prior times gk / (1 - gk), so that the prior is r + prior but for a constant.
 template <class V>
 struct Chain {
@@ -37,7 +37,7 @@ struct Chain {
     to.beta[1] = four.w;
   }
 
-  // r, and u = beta r delta, of one token from delta; r is the last one's before.
+  // r, and -u, u = beta r delta, of one token from delta; r is the last one's before.
   __device__ static void switch_mixtures(const Factors& in, const Two& delta, Two& r, Two& u) {
     Two a;
 #pragma unroll
@@ -70,7 +70,7 @@ struct Chain {
   }
 
   // R of the token that is next, `now`, and of those behind it, which lack what the token before it
-  // has written, `last`: that is taken out of them while `now` waits for its exponentials.
+  // has written, -u in `last`: that is taken out of them while `now` waits for its exponentials.
   struct Window {
     Two now, later[kTokens - 1], last;
   };
@@ -86,45 +86,56 @@ struct Chain {
     R.last[0] = R.last[1] = 0;
   }
 
-  // Eight tokens from t on, with kLater behind the first. All move on by one with each token.
+  // Rows of G, of the thread's mixtures: of a token with the one n before it at n.
+  static constexpr int kSets = V::kGated ? kOwn : 1;
+  using Row = float4[kSets][kTokens / 4];
+  template <int kCount>
+  __device__ static void load_row(const float* gram, int s, int four, Row& to) {
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      if (4 * four < kCount) to[set][four] = load4(gram + set * kGramSize + s * kTokens + 4 * four);
+    }
+  }
+
+  // Eight tokens from t on, with kLater behind the first. All move on by one with each token. G has
+  // the row of the token before; what has been used of it is loaded for the next one, long before
+  // that asks for it.
   template <int kLater>
-  __device__ void eight(const Stage<V>& in, const float* keys, int t, Window& R,
+  __device__ void eight(const float* gram, const float* keys, int t, Window& R, Row& G,
                         Two& r) const {
-    constexpr int kSets = V::kGated ? kOwn : 1;
-    const float* const gram = in.gram[V::kGated ? first : 0];
-    Factors factors;
-    load(keys, t, factors);
+    constexpr int kCount = kLater + 2 < kTokens ? kLater + 2 : kTokens;
+    Factors factors, next;
+    load(keys, t, next);
 #pragma unroll 1
     for (const int end = t + 8; t < end; ++t) {
-      const int row = max(t - 1, 0) * kTokens, next = min(t, kTokens - 2) * kTokens + 1;
+      const int row = min(t, kTokens - 2);
       Two u, second;
+      factors = next;
+      load(keys, min(t + 1, kTokens - 1), next);
 #pragma unroll
-      for (int n = 0; n < min(kLater + 2, kTokens); n += 4) {
+      for (int four = 0; 4 * four < kCount; ++four) {
 #pragma unroll
-        for (int set = 0; set < kSets; ++set) {
-          const float4 four = load4(gram + set * kGramSize + row + n);
-          const float G[4] = {four.x, four.y, four.z, four.w};
+        for (int j = 0; j < kOwn; ++j) {
+          const float4 from = G[V::kGated ? j : 0][four];
+          const float g[4] = {from.x, from.y, from.z, from.w};
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int later = n + i - 2;
+            const int later = 4 * four + i - 2;
             if (later < 0 || later >= kLater) continue;
-#pragma unroll
-            for (int j = V::kGated ? set : 0; j < (V::kGated ? set + 1 : kOwn); ++j) {
-              float& to = later == 0 ? second[j] : R.later[later == 0 ? 0 : later - 1][j];
-              to = fmaf(-G[i], R.last[j], R.later[later][j]);
-            }
+            float& to = later == 0 ? second[j] : R.later[later == 0 ? 0 : later - 1][j];
+            to = fmaf(g[i], R.last[j], R.later[later][j]);
           }
         }
+        load_row<kCount>(gram, row, four, G);
       }
       if constexpr (kLater + 1 == kTokens) {  // the chunk's last, while `last` is none
 #pragma unroll
         for (int j = 0; j < kOwn; ++j) R.later[kLater - 2][j] = R.later[kLater - 1][j];
       }
       switch_mixtures(factors, R.now, r, u);
-      load(keys, min(t + 1, kTokens - 1), factors);
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) {
-        R.now[j] = fmaf(-gram[(V::kGated ? j : 0) * kGramSize + next], u[j], second[j]);
+        R.now[j] = fmaf(G[V::kGated ? j : 0][0].y, u[j], second[j]);
         R.last[j] = u[j];
       }
       const uint32_t both = pack(u[0], u[1]);
@@ -142,14 +153,17 @@ struct Chain {
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c) {
       Window R;
+      Row G;
       wait_for(&shared.keys_ready[c % 2], c / 2);
       meet(kRecalled + group, V::kOfGroup);
+      const float* const gram = shared.stage[c % V::kStages].gram[V::kGated ? first : 0];
       take(R);
+#pragma unroll
+      for (int four = 0; four < kTokens / 4; ++four) load_row<kTokens>(gram, 0, four, G);
       warp_arrive(&shared.taken[group]);
-      const Stage<V>& in = shared.stage[c % V::kStages];
       const float* const keys = factors_of<V>(shared.keys[c % 2], d, first / kOwn);
-      eight<15>(in, keys, 0, R, r);
-      eight<7>(in, keys, 8, R, r);
+      eight<15>(gram, keys, 0, R, G, r);
+      eight<7>(gram, keys, 8, R, G, r);
       arrive(kWritten + group, V::kOfGroup);
     }
     if constexpr (V::kTemporal) {

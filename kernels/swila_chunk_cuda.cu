@@ -83,19 +83,21 @@ Maps maps_of(const SwilaMix& op, const Context& context, int slice) {
     return map_of<2>(acts.data, {all, tokens}, {cuuint64_t(acts.stride) * sizeof(float)},
                      {cuuint32_t(columns), cuuint32_t(of_box)}, context);
   };
-  const auto mixed = [&](const Acts& acts) {
+  const auto mixed = [&](const Acts& acts, int columns, int mixtures) {
     return map_of<3>(acts.data, {kDim, cuuint64_t(op.heads) * kMixtures, tokens},
                      {kDim * sizeof(float), cuuint64_t(acts.stride) * sizeof(float)},
-                     {cuuint32_t(slice), kMixtures, kTokens}, context);
+                     {cuuint32_t(columns), cuuint32_t(mixtures), kTokens}, context);
   };
   Maps maps{.raw = {channels(op.q, kDim, kRawTokens), channels(op.k, kDim, kRawTokens),
                     channels(op.v, slice, kRawTokens)},
-            .key_router = mixed(op.key_router), .beta = mixed(op.beta),
-            .query_router = mixed(op.query_router)};
+            .key_router = mixed(op.key_router, slice, kMixtures),
+            .beta = mixed(op.beta, slice, kMixtures),
+            .query_router = mixed(op.query_router, slice, kMixtures)};
   if (op.key_mix.data != nullptr) {
     maps.key_mix = channels(op.key_mix, slice, kTokens);
     maps.query_mix = channels(op.query_mix, slice, kTokens);
   }
+  if (op.decay_in.data != nullptr) maps.gates = mixed(op.decay_in, kDim, 1);
   return maps;
 }
 

@@ -4,187 +4,218 @@
 // The warps that convolve, where keys and queries decay for each mixture.
 namespace weir::cuda::swila_chunk {
 
-// log2(exp(softplus(x))). log(1 + e) is its series where 1 + e would lose e. No branches.
-__device__ inline float log2_softplus(float x) {
-  const float e = exp2_fast(fminf(kLog2E * x, 126.0f));
-  const float series = kLog2E * e * (1.0f - e * (0.5f - e * (1.0f / 3.0f)));
-  float log;
+// log2(exp(softplus(x))) = max(y, 0) + log2(1 + 2^-|y|), y = x log2(e). The logarithm is its series
+// where 1 + e would lose e. All of it is computed, as the compiler would branch.
+__device__ inline float log2_softplus(float y) {
+  const float e = exp2_fast(-fabsf(y));
+  float series = e * fmaf(-0.5f * kLog2E, e, kLog2E), log;
   asm volatile("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(1.0f + e));
-  return x > 30.0f ? kLog2E * x : e < 0.015625f ? series : log;
+  asm volatile("" : "+f"(series));
+  return fmaxf(y, 0.0f) + (e < 0.001953125f ? series : log);
 }
 
+// Two warps have a mixture, each half of the chunk's tokens. L are the sums of log2 decays from the
+// half's start on. With a = exp2(L), and b what is left of a from the token until the half's end,
+//   G, H of tokens t, s of one half    <k_t a_t, k_s / a_s>, <q_t a_t, k_s / a_s>
+//   of t in the upper, s in the lower  <k_t a_t, k_s b_s>, <q_t a_t, k_s b_s>
+// The former are products by tf32, which has a float's range, unless the half is strong: then they
+// are made of others whose exponents are never positive, as those of the latter.
 template <class V>
 struct Gates : Convolver<V> {
-  static constexpr int kEight = 8, kMiddle = kTokens / 2 - 1, kHalf = kDim / 2;
+  static constexpr int kHalf = kTokens / 2, kKeyRun = 2;
+  static constexpr int kSteps = kDim / 16;  // of 16 channels, of which a lane has 4
+  static constexpr int kUnrolled = 2;
   using Base = Convolver<V>;
-  using Base::op, Base::place, Base::shared, Base::warp, Base::lane, Base::meet_convolvers;
+  using Base::op, Base::maps, Base::place, Base::shared, Base::warp, Base::lane;
+  template <int kRun>
+  using Run = typename Base::template Run<kRun>;
 
   __device__ Gates(const SwilaMix& op, const Maps& maps, const Place& place, Shared<V>& shared)
       : Base{op, maps, place, shared} {}
 
-  // Warps j and j + 4 have mixture j, each 32 of its key dims.
   __device__ int mixture() const { return warp % kMixtures; }
   __device__ bool upper() const { return warp >= kMixtures; }
-  __device__ int key_dim() const { return warp / kMixtures * kHalf + lane; }
-  __device__ void meet_pair() const { meet(kPaired + mixture(), 64); }
+  __device__ int first() const { return upper() ? kHalf : 0; }  // of its tokens
 
-  __device__ const float* logits() const {
-    return op.decay_in.data + place.mixed(mixture(), key_dim());
+  // By one thread: the mixture's logits of chunk n; and another chunk's to the cache.
+  __device__ void bring_logits(int n) const {
+    if (n >= place.chunks()) return;
+    const uint32_t full = shared_address(&shared.logits_full[mixture()]);
+    barrier_expect(full, kTokens * kDim * sizeof(float));
+    bring_box(shared.logs[mixture()], maps.gates, full, 0, place.head * kMixtures + mixture(),
+              place.begin + n * kTokens);
   }
-  // The logits of eight tokens of the row from t on.
-  __device__ void load(int t, float (&x)[kEight]) const {
-    const int last = place.count - 1;
-    const float* from = logits() + (place.begin + min(t, last)) * op.decay_in.stride;
-#pragma unroll
-    for (int i = 0; i < kEight; ++i) {
-      x[i] = *from;
-      from += t + i < last ? op.decay_in.stride : 0;
-    }
-  }
-  // Asks for a later chunk's lines: a warp has one of each token.
-  __device__ void prefetch(int first) const {
-    const int t = first + lane;
-    if (lane < kTokens && t < place.count) {
-      prefetch_line(logits() - lane + (place.begin + t) * op.decay_in.stride);
-    }
+  __device__ void prefetch_logits(int n) const {
+    if (n >= place.chunks()) return;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    prefetch_box(maps.gates, 0, place.head * kMixtures + mixture(), place.begin + n * kTokens);
+#endif
   }
 
-  // Behind each row of L there is room for eight numbers more: what the middle token's L, and the
-  // chunk's end since then, leave of a channel.
-  __device__ static int behind(int half, int c) {
-    return (8 * half + c / 8) * kLogPitch + kDim + c % 8;
+  // Two tokens' queries or keys, for four warps each. Sixteen lanes have four channels each.
+  __device__ void make_keys(int n) const {
+    const int which = warp / 4, channel = lane % 16 * 4;
+    const int t = warp % 4 * 4 + lane / 16 * kKeyRun;
+    wait_for(&shared.raw_full[which], n);
+    Run<kKeyRun> x;
+    Base::template convolve<kKeyRun>(shared.raw[which] + t * kDim + channel, kDim,
+                                     shared.key_taps[which][0] + channel,
+                                     place.count - n * kTokens - t, x);
+    if (n > 0) wait_for(&shared.plain_empty, n - 1);
+    half* const to = which == 0 ? shared.plain_q : shared.plain_k;
+    Base::template store_keys<kKeyRun>(which, x, to + t * kKeyPitch + channel);
   }
-  // The log decays' sums L from the chunk's start on. `next` has the logits of its first eight
-  // tokens.
-  __device__ void decays(int first, float a, float shift, float (&next)[kEight]) const {
-    float* const logs = shared.logs[mixture()];
-    float sum = 0, middle = 0;
-#pragma unroll 1
-    for (int t = 0; t < kTokens; t += kEight) {
-      float x[kEight];
+  // Four channels of a token's values a lane.
+  __device__ void make_values(int n) const {
+    constexpr int kLanes = V::kValues / 4;
+    const int t = (warp * 32 + lane) / kLanes, channel = lane % kLanes * 4;
+    if (t >= kTokens) return;
+    wait_for(&shared.raw_full[2], n);
+    Run<1> x;
+    Base::template convolve<1>(shared.raw_v + t * V::kValues + channel, V::kValues,
+                               shared.value_taps[0] + channel, place.count - n * kTokens - t, x);
+    if (n > 0) wait_for(&shared.v_empty, n - 1);
+    *reinterpret_cast<float4*>(&shared.v[t * V::kValuePitch + channel]) = x[0];
+  }
+
+  // L lies where the logits did, in token t's row, but that of an odd token in each other's place
+  // runs of 16 channels lie; c is the first of some.
+  __device__ const float* log_of(int t, int c) const {
+    return &shared.logs[mixture()][t * kDim + (c ^ t % 2 * 16)];
+  }
+  // L of the warp's tokens; a lane has two channels. Whether a channel loses more than 2^60.
+  __device__ bool decays(int n, float a, float2 shift) const {
+    float2 x[kHalf], sum{0, 0};
+    float* const rows = &shared.logs[mixture()][first() * kDim];
+    wait_for(&shared.logits_full[mixture()], n);
 #pragma unroll
-      for (int i = 0; i < kEight; ++i) x[i] = a * log2_softplus(next[i] + shift);
-      load(first + t + kEight, next);
-      middle = sum;
+    for (int i = 0; i < kHalf; ++i) x[i] = load_pair(rows + i * kDim + lane * 2);
+    __syncwarp();
+    const int count = place.count - n * kTokens - first();
+    if (count < kHalf) {
 #pragma unroll
-      for (int i = 0; i < kEight; ++i) {
-        sum -= first + t + i < place.count ? x[i] : 0.0f;
-        logs[(t + i) * kLogPitch + key_dim()] = sum;
+      for (int i = 0; i < kHalf; ++i) {
+        if (i >= count) x[i] = {-1e30f, -1e30f};  // no decay
       }
     }
-    logs[behind(0, key_dim())] = exp2_fast(middle);
-    logs[behind(1, key_dim())] = exp2_fast(sum - middle);
-  }
-
-  // Whether a channel of the mixture loses more than 2^60 in half of the chunk.
-  __device__ bool strong() const {
-    const float* const logs = &shared.logs[mixture()][lane * 2];
-    const float2 first = load_pair(logs), middle = load_pair(logs + kMiddle * kLogPitch),
-                 last = load_pair(logs + (kTokens - 1) * kLogPitch);
-    const float most = fmaxf(fmaxf(first.x - middle.x, first.y - middle.y),
-                             fmaxf(middle.x - last.x, middle.y - last.y));
-    return __any_sync(0xffffffffu, most > 60.0f);
-  }
-
-  // Keys and queries as the state meets them, decayed since the chunk's start or until its end, and
-  // what the warp's half of the channels gives to G and H. What is multiplied is decayed from and
-  // to the middle token: exponents of both signs, so tf32, which has a float's range.
-  using Products = float[2][2][4];  // G, H
-  __device__ void half_products(Stage<V>& to, Products& sum) const {
-    const int g = lane / 4, p = lane % 4 * 2, j = mixture(), end = upper() ? kDim : kHalf;
-    const float* const logs = shared.logs[j];
-#pragma unroll 1
-    for (int c = end - kHalf + p; c < end; c += 8) {
-      const float2 middle = load_pair(logs + kMiddle * kLogPitch + c);
-      const float2 since = load_pair(logs + behind(0, c)), until = load_pair(logs + behind(1, c));
-      uint32_t k[4], q[4], b[2][2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {  // tokens g and g + 8
-        const int at = (g + 8 * h) * kKeyPitch + c;
-        const float2 L = load_pair(logs + (g + 8 * h) * kLogPitch + c);
-        const float2 key = load_halves(&shared.plain_k[at]);
-        const float2 query = load_halves(&shared.plain_q[at]);
-        const float2 up{exp2_fast(L.x - middle.x), exp2_fast(L.y - middle.y)};
-        const float2 down{exp2_fast(middle.x - L.x), exp2_fast(middle.y - L.y)};
-        const float2 x{key.x * up.x, key.y * up.y}, y{query.x * up.x, query.y * up.y};
-        const float2 z{key.x * down.x, key.y * down.y};
-        store_pair(&to.k[j][at], x.x * since.x, x.y * since.y);
-        store_pair(&to.q[j][at], -y.x * since.x, -y.y * since.y);
-        store_pair(&to.end[j][at], z.x * until.x, z.y * until.y);
-        k[h] = to_tf32(x.x), k[2 + h] = to_tf32(x.y);
-        q[h] = to_tf32(y.x), q[2 + h] = to_tf32(y.y);
-        b[h][0] = to_tf32(z.x), b[h][1] = to_tf32(z.y);
+    for (int i = 0; i < kHalf; ++i) {
+      sum.x = fmaf(-a, log2_softplus(fmaf(kLog2E, x[i].x, shift.x)), sum.x);
+      sum.y = fmaf(-a, log2_softplus(fmaf(kLog2E, x[i].y, shift.y)), sum.y);
+      *reinterpret_cast<float2*>(rows + i * kDim + (lane * 2 ^ i % 2 * 16)) = sum;
+    }
+    *reinterpret_cast<float2*>(&shared.kept[upper()][mixture()][lane * 2]) = {exp2_fast(sum.x),
+                                                                            exp2_fast(sum.y)};
+    return __any_sync(0xffffffffu, fminf(sum.x, sum.y) < -60.0f);
+  }
+
+  __device__ static float4 exp2_of(float4 x) {
+    return {exp2_fast(x.x), exp2_fast(x.y), exp2_fast(x.z), exp2_fast(x.w)};
+  }
+  __device__ static float4 times(float4 x, float4 y) {
+    return {x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w};
+  }
+  __device__ static float4 load_four(const half* from) {
+    const uint2 four = *reinterpret_cast<const uint2*>(from);
+    const float2 low = unpack(four.x), high = unpack(four.y);
+    return {low.x, low.y, high.x, high.y};
+  }
+  // sum += what four channels of the lane's token bring to G and H of the half.
+  __device__ static void multiply_near(float (&sum)[4], float4 k, float4 q, float4 back) {
+    const uint32_t low[4] = {to_tf32(k.x), to_tf32(q.x), to_tf32(k.y), to_tf32(q.y)};
+    const uint32_t high[4] = {to_tf32(k.z), to_tf32(q.z), to_tf32(k.w), to_tf32(q.w)};
+    multiply_tf32(sum, low, to_tf32(back.x), to_tf32(back.y));
+    multiply_tf32(sum, high, to_tf32(back.z), to_tf32(back.w));
+  }
+
+  // Keys and queries as the state meets them, decayed since the chunk's start or until its end. A
+  // lane has channels of one token. Where its L were it leaves what the product of the two halves
+  // takes of the token in a step: of the upper half an A, k a and q a, of the lower one a B, k b.
+  // Weak: also G, H of the half.
+  template <bool kUpper, bool kStrong>
+  __device__ void decay_keys(Stage<V>& to, float (&near)[4]) const {
+    const int t = (kUpper ? kHalf : 0) + lane / 4, c = lane % 4 * 4, j = mixture();
+    const int at = t * kKeyPitch + c, odd = t % 2 * 16;
+    float* const logs = &shared.logs[j][t * kDim + c];
+#pragma unroll kUnrolled
+    for (int i = 0; i < kSteps; ++i) {
+      float* const log = logs + (16 * i ^ odd);
+      const float4 L = load4(log);
+      const float4 key = load_four(&shared.plain_k[at + 16 * i]);
+      const float4 query = load_four(&shared.plain_q[at + 16 * i]);
+      const float4 a = exp2_of(L), k = times(key, a), q = times(query, a);
+      float4 end;  // until the half's
+      if constexpr (kStrong) {
+        const float4 last = load4(log_of((kUpper ? kHalf : 0) + kHalf - 1, c + 16 * i));
+        end = times(key, exp2_of({last.x - L.x, last.y - L.y, last.z - L.z, last.w - L.w}));
+        __syncwarp();
+      } else {
+        const float4 back = times(key, exp2_of({-L.x, -L.y, -L.z, -L.w}));
+        multiply_near(near, k, q, back);
+        end = times(back, load4(&shared.kept[kUpper][j][c + 16 * i]));
       }
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        multiply_tf32(sum[0][n], k, b[n][0], b[n][1]);
-        multiply_tf32(sum[1][n], q, b[n][0], b[n][1]);
+      const float4 other = load4(&shared.kept[!kUpper][j][c + 16 * i]);
+      store_halves(&to.k[j][at + 16 * i], kUpper ? times(k, other) : k);
+      store_halves(&to.q[j][at + 16 * i], kUpper ? times(q, other) : q);
+      store_halves(&to.end[j][at + 16 * i], kUpper ? end : times(end, other));
+      if constexpr (kUpper) {
+        *reinterpret_cast<uint4*>(log) = {pack(k.x, k.y), pack(q.x, q.y), pack(k.z, k.w),
+                                          pack(q.z, q.w)};
+      } else {
+        *reinterpret_cast<uint2*>(log) = {pack(end.x, end.y), pack(end.z, end.w)};
       }
     }
   }
+
   __device__ static void store_pair(half* to, float low, float high) {
     *reinterpret_cast<uint32_t*>(to) = pack(low, high);
   }
-  // The lower warp of a mixture adds G up, the upper one H, through the place of L.
-  __device__ void add_products(Stage<V>& to, Products& sum) const {
-    float* const mine = &shared.logs[mixture()][upper() ? 0 : 256];
-    float* const other = &shared.logs[mixture()][upper() ? 256 : 0];
-    meet_pair();  // both have read L
+  // G and H of the warp's half.
+  __device__ void put_near(Stage<V>& to, const float (&sum)[4]) const {
+    const int g = lane / 4, p = lane % 4 * 2, t = first() + g, s = first() + p, j = mixture();
+    if (p < g) to.gram[j][s * kTokens + g - p] = sum[0];
+    if (p + 1 < g) to.gram[j][(s + 1) * kTokens + g - p - 1] = sum[1];
+    store_pair(&to.asked[j][t * kTokenPitch + s], p <= g ? sum[2] : 0.0f,
+               p + 1 <= g ? sum[3] : 0.0f);
+  }
+  // By the lower warp: G and H of the upper one's tokens and its own, once that has been through
+  // decay_keys().
+  __device__ void put_far(Stage<V>& to) const {
+    const int j = mixture(), g = lane / 4, p = lane % 4 * 2, t = kHalf + g;
+    float sum[4] = {};
+    meet(kHanded + j, 64);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      mine[32 * i + lane] = upper() ? sum[0][i / 4][i % 4] : sum[1][i / 4][i % 4];
+    for (int i = 0; i < kSteps; ++i) {
+      const uint4 left = *reinterpret_cast<const uint4*>(log_of(t, 16 * i + 2 * p));
+      const uint2 right = *reinterpret_cast<const uint2*>(log_of(g, 16 * i + 2 * p));
+      const uint32_t a[4] = {left.x, left.y, left.z, left.w};
+      multiply(sum, a, right.x, right.y);
     }
-    meet_pair();
-    const int g = lane / 4, p = lane % 4 * 2, j = mixture();
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int t = g + i % 4 / 2 * 8, s = i / 4 * 8 + p + i % 2;
-      const float rest = other[32 * i + lane];
-      if (upper()) {
-        const float one = sum[1][i / 4][i % 4] + rest;
-        to.asked[j][t * kTokenPitch + s] = __float2half_rn(s <= t ? one : 0.0f);
-      } else if (s < t) {
-        to.gram[j][s * kTokens + t - s] = sum[0][i / 4][i % 4] + rest;
-      }
-    }
+    to.gram[j][p * kTokens + t - p] = sum[0];
+    to.gram[j][(p + 1) * kTokens + t - p - 1] = sum[1];
+    store_pair(&to.asked[j][t * kTokenPitch + p], sum[2], sum[3]);
+    store_pair(&to.asked[j][g * kTokenPitch + kHalf + p], 0, 0);
   }
 
-  // Strong: keys and queries of the warp's half of the tokens. A lane has two channels.
-  __device__ void decay_keys(Stage<V>& to) const {
-    const int j = mixture(), c = lane * 2, first = upper() ? kTokens / 2 : 0;
-    const float* const logs = &shared.logs[j][c];
-    const float2 last = load_pair(logs + (kTokens - 1) * kLogPitch);
-#pragma unroll 1
-    for (int t = first; t < first + kTokens / 2; ++t) {
-      const int at = t * kKeyPitch + c;
-      const float2 L = load_pair(logs + t * kLogPitch);
-      const float2 since{exp2_fast(L.x), exp2_fast(L.y)};
-      const float2 until{exp2_fast(last.x - L.x), exp2_fast(last.y - L.y)};
-      const float2 k = load_halves(&shared.plain_k[at]), q = load_halves(&shared.plain_q[at]);
-      store_pair(&to.k[j][at], k.x * since.x, k.y * since.y);
-      store_pair(&to.q[j][at], -q.x * since.x, -q.y * since.y);
-      store_pair(&to.end[j][at], k.x * until.x, k.y * until.y);
-    }
-  }
-  // Strong: G and H of mixture j for all t > s such that t lies in the upper and s in the lower
-  // half of one run of 2 half tokens: both operands are decayed to the lower half's last token,
-  // behind it on the left, up to it on the right, so that no exponent is positive. half = 1, 2, 4
-  // and 8 have each pair once. Left are keys over queries of the eight t, right the eight s.
+  // Strong: G and H of mixture j for all t > s of the warp's half such that t lies in the upper and
+  // s in the lower half of one run of 2 half tokens: both operands are decayed to the lower half's
+  // last token, behind it on the left, up to it on the right, so that no exponent is positive.
+  // half = 1, 2 and 4 have each pair once. Left are keys over queries of the four t, right the four
+  // s; what else the product has is not used.
   __device__ void level(int half, Stage<V>& to) const {
     const int g = lane / 4, p = lane % 4 * 2, j = mixture();
     const auto run = [half](int i) { return (i & -half) * 2; };
-    const int s = run(g) + (g & (half - 1)), t = s + half, middle = run(g) + half - 1;
-    const float* logs = shared.logs[j];
+    const auto token = [&](int i) { return first() + run(i) + (i & (half - 1)); };
+    const int s = token(g % 4), t = s + half, middle = first() + run(g % 4) + half - 1;
     float sum[4] = {};
 #pragma unroll 1
-    for (int i = 0; i < kDim; i += 16) {
+    for (int i = p; i < kDim; i += 16) {
       uint32_t left[4], right[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int c = i + 8 * h + p;
-        const float2 end = load_pair(logs + middle * kLogPitch + c);
-        const float2 Lt = load_pair(logs + t * kLogPitch + c);
-        const float2 Ls = load_pair(logs + s * kLogPitch + c);
+        const int c = i + 8 * h;
+        const float2 end = load_pair(log_of(middle, c));
+        const float2 Lt = load_pair(log_of(t, c)), Ls = load_pair(log_of(s, c));
         const float2 since{exp2_fast(Lt.x - end.x), exp2_fast(Lt.y - end.y)};
         const float2 until{exp2_fast(end.x - Ls.x), exp2_fast(end.y - Ls.y)};
         const float2 k = load_halves(&shared.plain_k[t * kKeyPitch + c]);
@@ -198,59 +229,92 @@ struct Gates : Convolver<V> {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int n = p + i, from = run(n) + (n & (half - 1));
-      if (run(n) != run(g)) continue;
+      const int n = p + i, from = token(n % 4);
+      if (g >= 4 || n >= 4 || run(n) != run(g)) continue;
       to.gram[j][from * kTokens + t - from] = sum[i];
       to.asked[j][t * kTokenPitch + from] = __float2half_rn(sum[2 + i]);
       to.asked[j][from * kTokenPitch + t] = __float2half_rn(0.0f);
     }
   }
-
   __device__ void strong_products(Stage<V>& to) const {
-    decay_keys(to);
 #pragma unroll 1
-    for (int half = upper() ? 2 : 8; half > (upper() ? 0 : 2); half /= 2) level(half, to);
-    if (!upper() || lane >= kTokens) return;
+    for (int half = kHalf / 2; half > 0; half /= 2) level(half, to);
+    if (lane >= kHalf) return;
+    const int t = first() + lane;
     float sum = 0;  // <q_t, k_t>
 #pragma unroll 1
     for (int c = 0; c < kDim; c += 2) {
-      const float2 q = load_halves(&shared.plain_q[lane * kKeyPitch + c]);
-      const float2 k = load_halves(&shared.plain_k[lane * kKeyPitch + c]);
+      const float2 q = load_halves(&shared.plain_q[t * kKeyPitch + c]);
+      const float2 k = load_halves(&shared.plain_k[t * kKeyPitch + c]);
       sum += q.x * k.x + q.y * k.y;
     }
-    to.asked[mixture()][lane * kTokenPitch + lane] = __float2half_rn(sum);
+    to.asked[mixture()][t * kTokenPitch + t] = __float2half_rn(sum);
   }
 
-  __device__ void products(Stage<V>& to) const {
-    const float last = shared.logs[mixture()][(kTokens - 1) * kLogPitch + key_dim()];
-    to.decay[mixture()][key_dim()] = exp2_fast(last);
-    if (strong()) return strong_products(to);
-    Products sum = {};
-    half_products(to, sum);
-    add_products(to, sum);
+  template <bool kUpper>
+  __device__ void products(Stage<V>& to, bool strong) const {
+    const int j = mixture();
+    float near[4] = {};
+    if (strong) {
+      strong_products(to);
+      __syncwarp();
+      decay_keys<kUpper, true>(to, near);
+    } else {
+      decay_keys<kUpper, false>(to, near);
+    }
+    publish_to_copy_engine();
+    if constexpr (kUpper) arrive(kHanded + j, 64);
+    if (!strong) put_near(to, near);
+    if constexpr (!kUpper) {
+      const float2 lower = load_pair(&shared.kept[0][j][lane * 2]);
+      const float2 upper = load_pair(&shared.kept[1][j][lane * 2]);
+      *reinterpret_cast<float2*>(&to.decay[j][lane * 2]) = {lower.x * upper.x, lower.y * upper.y};
+      put_far(to);
+    }
   }
 
+  // By the lower warp: the mixture's L are needed no more.
+  __device__ void bring_next(int n) const {
+    __syncwarp();
+    if (lane == 0) {
+      bring_logits(n);
+      prefetch_logits(n + 1);
+    }
+    __syncwarp();
+  }
+  // The same, for which addresses are computed anew: a chunk's are more than there are registers,
+  // and what the compiler would put aside for them comes back late.
+  __device__ Gates anew() const {
+    Gates same = *this;
+    asm volatile("" : "+r"(same.warp), "+r"(same.lane));
+    return same;
+  }
   __device__ void run() const {
-    constexpr int kAhead = 2;  // chunks that the cache is asked for beforehand
     const int chunks = place.chunks();
-    const float shift = op.dt_bias[place.mixed(mixture(), key_dim())];
+    const int64_t gate = place.mixed(mixture(), lane * 2);
+    const float2 shift{kLog2E * op.dt_bias[gate], kLog2E * op.dt_bias[gate + 1]};
     const float a = op.decay_a[place.head * kMixtures + mixture()];
-    float next[kEight];
-    prefetch(kTokens);
-    load(0, next);
+    if (!upper()) bring_next(0);
     Base::start();
 #pragma unroll 1
     for (int n = 0; n < chunks; ++n) {
-      prefetch((n + kAhead) * kTokens);
-      if (warp < 6) Base::turn(n, warp);
-      warp_arrive(&shared.v_full);
-      decays(n * kTokens, a, shift, next);
-      meet_convolvers();  // all keys and L are there
+      Stage<V>& to = shared.stage[n % V::kStages];
+      anew().make_keys(n);
+      anew().make_values(n);
+      warp_arrive(&shared.plain_full);
+      const bool strong = anew().decays(n, a, shift);
+      meet(kPaired + mixture(), 64);
+      wait_for(&shared.plain_full, n);
       Base::bring(n + 1);
       await_stage(shared, n);
-      products(shared.stage[n % V::kStages]);
+      if (upper()) {
+        anew().template products<true>(to, strong);
+      } else {
+        anew().template products<false>(to, strong);
+        bring_next(n + 1);
+      }
+      warp_arrive(&shared.plain_empty);
       warp_arrive(&shared.full[n % V::kStages]);
-      meet_convolvers();  // keys and L have been read
     }
   }
 };

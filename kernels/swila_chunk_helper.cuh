@@ -69,6 +69,11 @@ struct Helper {
   static constexpr int kPer = V::kValues == kDim ? 2 : 1, kLanes = V::kValues / kPer;
   static constexpr int kAtOnce = 32 / kLanes, kOfWarp = kTokens / V::kHelpers;
 
+  // The logits of a token that is not the row's are some other row's, which may be anything.
+  __device__ static void clear_four(float* from) {
+#pragma unroll 1
+    for (int j = 0; j < kMixtures; ++j) from[j * V::kValues] = 0;
+  }
   // Logits of chunk n become the chain's factors. A token behind the row's end changes nothing.
   __device__ void make_factors(int n) const {
     wait_for(&shared.keys_full[n % 2], n / 2);
@@ -77,7 +82,15 @@ struct Helper {
     for (int i = 0; i < kOfWarp; i += kAtOnce) {
       const int t = thread / 32 * kOfWarp + i + thread % 32 / kLanes, d = thread % kLanes;
       const int at = t * kMixtures * V::kValues;
+      const bool inside = n * kTokens + t < place.count;
       float prior[kPer][kMixtures], beta[kPer][kMixtures];
+      if (!inside) {
+#pragma unroll 1
+        for (int from = at + d; from < at + V::kValues; from += kLanes) {
+          clear_four(keys.router + from);
+          clear_four(keys.beta + from);
+        }
+      }
 #pragma unroll
       for (int k = 0; k < kPer; ++k) {
 #pragma unroll
@@ -90,7 +103,7 @@ struct Helper {
 #pragma unroll
       for (int k = 0; k < kPer; ++k) {
         const float mix = V::kTemporal ? shared.key_mix[t * V::kValues + d + 32 * k] : 0.0f;
-        change(n * kTokens + t < place.count, mix, prior[k], beta[k]);
+        change(inside, mix, prior[k], beta[k]);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           *reinterpret_cast<float4*>(factors_of<V>(keys, d + 32 * k, h) + at) = {
@@ -101,18 +114,20 @@ struct Helper {
     publish_to_copy_engine();
     warp_arrive(&shared.keys_ready[n % 2]);
   }
+  // beta with its sign changed.
   __device__ static void change(bool inside, float mix, float (&prior)[kMixtures],
                                 float (&beta)[kMixtures]) {
-    sigmoids(beta);
-    float scale = kLog2E;
-    if constexpr (V::kTemporal) {
-      softmax(prior);
-      scale = exp2_fast(kLog2E * fminf(mix, 60.0f));  // gk / (1 - gk)
-    }
+    const float shift = inside ? 0.0f : INFINITY;
 #pragma unroll
     for (int j = 0; j < kMixtures; ++j) {
-      prior[j] = inside ? prior[j] * scale : 0.0f;
-      beta[j] = inside ? beta[j] : 0.0f;
+      beta[j] = reciprocal(-1.0f - exp2_fast(fmaf(-kLog2E, beta[j], shift)));
+    }
+    if constexpr (V::kTemporal) {
+      const float odds = exp2_fast(kLog2E * fminf(mix, 60.0f));  // gk / (1 - gk)
+      softmax(prior, inside ? odds : 0.0f);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kMixtures; ++j) prior[j] = inside ? prior[j] * kLog2E : 0.0f;
     }
   }
 
@@ -120,18 +135,17 @@ struct Helper {
   // rho of kOwn (mixture, value) from token to token.
   static constexpr int kColumns = kMixtures * V::kValues;
   static constexpr int kOwn = (kColumns + kThreads - 1) / kThreads;
+  static constexpr int kScanned = 8;  // tokens at one time
   __device__ void make_priors(int n, float (&last)[kOwn]) const {
     wait_for(&shared.query_full, n);
     const int count = place.count - n * kTokens;
     each_value([&](int t, int d, int at) {
+      if (t >= count) clear_four(shared.query_router + at);
       change_four(shared.query_router + at, [&](float (&x)[kMixtures]) {
-        const bool inside = t < count;
         float& mix = shared.query_mix[t * V::kValues + d];
-        const float share = inside ? fast_sigmoid(mix) : 0.0f;
-        mix = inside ? fast_sigmoid(-mix) : 1.0f;
-        softmax(x);
-#pragma unroll
-        for (int j = 0; j < kMixtures; ++j) x[j] = inside ? x[j] * share : 0.0f;
+        const float share = t < count ? fast_sigmoid(mix) : 0.0f;
+        mix = 1.0f - share;
+        softmax(x, share);
       });
     });
     meet_helpers();
@@ -141,10 +155,19 @@ struct Helper {
       if (column >= kColumns) continue;
       float* const at = shared.query_router + column;
       const float* const keep = shared.query_mix + column % V::kValues;
-#pragma unroll 8
-      for (int t = 0; t < kTokens; ++t) {
-        last[u] = fmaf(keep[t * V::kValues], last[u], at[t * kColumns]);
-        at[t * kColumns] = last[u];
+#pragma unroll 1
+      for (int t = 0; t < kTokens; t += kScanned) {
+        float x[kScanned], kept[kScanned];
+#pragma unroll
+        for (int i = 0; i < kScanned; ++i) {
+          x[i] = at[(t + i) * kColumns];
+          kept[i] = keep[(t + i) * V::kValues];
+        }
+#pragma unroll
+        for (int i = 0; i < kScanned; ++i) {
+          last[u] = fmaf(kept[i], last[u], x[i]);
+          at[(t + i) * kColumns] = last[u];
+        }
       }
     }
     publish_to_copy_engine();
@@ -193,6 +216,12 @@ struct Helper {
     warp_arrive(&shared.mixed);
   }
 
+  // The same, for which addresses are computed anew.
+  __device__ Helper anew() const {
+    Helper same = *this;
+    asm volatile("" : "+r"(same.thread));
+    return same;
+  }
   __device__ void run() const {
     const int chunks = place.chunks();
     float weight[kPer];
@@ -220,17 +249,21 @@ struct Helper {
     if (chunks > 1) make_factors(1);
 #pragma unroll 1
     for (int n = 0; n < chunks; ++n) {
-      if constexpr (V::kTemporal) make_priors(n, last);
+      if constexpr (V::kTemporal) anew().make_priors(n, last);
       if (thread == 0) {
         wait_for(&shared.answered, n);  // the chain has read its factors
         bring_keys(n + 2);
       }
       __syncwarp();
-      finish(n, weight);
-      meet_helpers();
-      if (thread == 0) bring_queries(n + 1);
+      anew().finish(n, weight);
+      if (anew().thread < 32) {
+        meet(kFinished, kThreads);  // all have read the queries' logits
+        if (anew().thread == 0) bring_queries(n + 1);
+      } else {
+        arrive(kFinished, kThreads);
+      }
       __syncwarp();
-      if (n + 2 < chunks) make_factors(n + 2);
+      if (n + 2 < chunks) anew().make_factors(n + 2);
     }
     if constexpr (V::kTemporal) {
 #pragma unroll

@@ -12,9 +12,9 @@ struct Registers {
 };
 template <class V>
 constexpr Registers registers() {
-  if (V::kValues == 16) return {96, 96, 72, 104};
-  if (V::kValues == 32) return V::kGated ? Registers{88, 88, 56, 80} : Registers{96, 96, 72, 96};
-  return V::kGated ? Registers{112, 72, 40, 64} : Registers{112, 72, 56, 72};
+  if (V::kValues == 16) return V::kGated ? Registers{96, 128, 96, 80} : Registers{96, 128, 72, 104};
+  if (V::kValues == 32) return V::kGated ? Registers{88, 96, 72, 64} : Registers{96, 96, 72, 96};
+  return V::kGated ? Registers{112, 96, 40, 48} : Registers{112, 88, 48, 72};
 }
 
 template <int kStart, int kRegisters>

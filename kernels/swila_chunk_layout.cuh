@@ -27,7 +27,6 @@ constexpr int kWidth = 4;               // of the convolution
 constexpr int kRawTokens = kTokens + kWidth - 1;  // with the convolution's past
 
 constexpr int kKeyPitch = kDim + 8, kTokenPitch = kTokens + 8;  // of halves
-constexpr int kLogPitch = kDim + 8;
 // Of G; the sets that neighbouring threads read lie in other banks.
 constexpr int kGramSize = (kTokens - 1) * kTokens + 4;
 
@@ -61,7 +60,7 @@ struct Stage {
   alignas(16) half q[V::kSets][kTokens * kKeyPitch];
   alignas(16) half end[V::kGated ? kMixtures : 1][V::kGated ? kTokens * kKeyPitch : 8];  // until
   alignas(16) float gram[V::kSets][kGramSize];  // G: of token s + n with s at [s][n]
-  alignas(16) half asked[V::kSets][kTokens * kTokenPitch];    // H, [t][s], zeros for s > t
+  alignas(16) half asked[V::kSets][kTokens * kTokenPitch];    // -H, [t][s], zeros for s > t
   alignas(16) float decay[V::kGated ? kMixtures : 1][V::kGated ? kDim : 4];  // by the chunk
 };
 
@@ -85,20 +84,24 @@ struct Shared {
   alignas(16) float v[kTokens * V::kValuePitch];
   // R, later the answers: [token][value][mixture], mixture j of token t in place turned(j, t).
   alignas(16) float recalled[V::kMixed];
-  // [token][value]; the mixtures that neighbouring threads write lie in other banks.
+  // -u, [token][value]; the mixtures that neighbouring threads write lie in other banks.
   alignas(16) half u[kMixtures][kTokens * V::kWrittenPitch + 8];
   alignas(16) float key_taps[2][kWidth][kDim];                // of queries and keys
   alignas(16) float value_taps[kWidth][V::kValues];
-  // Gated only: keys and queries before any decay, and L in powers of two.
+  // Gated only: the gates' logits as the copy engine brings them, [token][channel], which become
+  // the log decays' sums, see Gates; keys and queries before any decay, the queries' sign changed;
+  // what each half of the chunk leaves of a channel.
+  alignas(128) float logs[V::kGated ? kMixtures : 1][V::kGated ? kTokens * kDim : 4];
   alignas(16) half plain_k[V::kGated ? kTokens * kKeyPitch : 8];
   alignas(16) half plain_q[V::kGated ? kTokens * kKeyPitch : 8];
-  alignas(16) float logs[V::kGated ? kMixtures : 1][V::kGated ? kTokens * kLogPitch : 4];
+  alignas(16) float kept[2][V::kGated ? kMixtures : 1][V::kGated ? kDim : 4];
 
   // Barriers: there, and read.
   uint64_t raw_full[3], keys_full[2], query_full;   // by the copy engine
-  uint64_t keys_ready[2], v_full, v_empty, full[V::kStages], empty[V::kStages];
+  uint64_t keys_ready[2], v_empty, full[V::kStages], empty[V::kStages];
   uint64_t taken[V::kGroups];                       // R is in the chain's registers
   uint64_t answered, mixed;
+  uint64_t logits_full[kMixtures], plain_full, plain_empty;  // gated only
 
   __device__ void init() {
     const auto init = [](uint64_t& one, int arrivals) {
@@ -112,11 +115,13 @@ struct Shared {
     for (uint64_t& one : full) init(one, V::kConvolvers);
     for (uint64_t& one : empty) init(one, V::kHolders);
     init(query_full, 1);
-    init(v_full, V::kConvolvers);
     init(v_empty, V::kHolders);
     for (uint64_t& one : taken) init(one, V::kChains / V::kGroups);
     init(answered, V::kHolders);
     init(mixed, V::kHelpers);
+    for (uint64_t& one : logits_full) init(one, 1);
+    init(plain_full, V::kConvolvers);
+    init(plain_empty, V::kConvolvers);
     barrier_init_done();
   }
 };
@@ -141,9 +146,10 @@ __device__ inline void bring_box(float* to, const CUtensorMap& map, uint32_t ful
 }
 
 // Boxes of the inputs: of projections kRawTokens tokens and a head's (values: the slice's)
-// channels; of logits the slice's values of all mixtures and kTokens tokens.
+// channels; of logits the slice's values of all mixtures and kTokens tokens, of gates all key dims
+// of one mixture.
 struct Maps {
-  CUtensorMap raw[3], key_router, beta, query_router, key_mix, query_mix;
+  CUtensorMap raw[3], key_router, beta, query_router, key_mix, query_mix, gates;
 };
 
 // Where the block is.
@@ -165,8 +171,9 @@ struct Place {
 __device__ constexpr int turned(int mixture, int t) { return mixture ^ (t & 2) ^ (t >> 2 & 1); }
 
 // Named barriers; 0 is __syncthreads()'s. The first two have one for each group of values, the last
-// one for each mixture.
-constexpr int kRecalled = 1, kWritten = 3, kConvolved = 5, kHelped = 6, kPaired = 7;
+// two for each mixture.
+constexpr int kRecalled = 1, kWritten = 3, kConvolved = 5, kHelped = 6, kPaired = 7, kHanded = 11,
+              kFinished = 15;
 
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -225,22 +232,12 @@ __device__ inline float log2_fast(float x) {
 __device__ inline float fast_sigmoid(float x) {
   return reciprocal(1.0f + exp2_fast(-kLog2E * x));
 }
-// x becomes sigmoid(x), not below 2^-30: one division for four, whose product a float holds.
-__device__ inline void sigmoids(float (&x)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] = 1.0f + exp2_fast(fminf(-kLog2E * x[i], 30.0f));
-  const float low = x[0] * x[1], high = x[2] * x[3], all = reciprocal(low * high);
-  const float of_low = all * high, of_high = all * low;
-  const float y[4] = {of_low * x[1], of_low * x[0], of_high * x[3], of_high * x[2]};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] = y[i];
-}
-// x becomes softmax(x).
-__device__ inline void softmax(float (&x)[kMixtures]) {
+// x becomes softmax(x) times `by`.
+__device__ inline void softmax(float (&x)[kMixtures], float by = 1) {
   const float most = kLog2E * fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
 #pragma unroll
   for (int j = 0; j < kMixtures; ++j) x[j] = exp2_fast(fmaf(kLog2E, x[j], -most));
-  const float scale = reciprocal((x[0] + x[1]) + (x[2] + x[3]));
+  const float scale = by * reciprocal((x[0] + x[1]) + (x[2] + x[3]));
 #pragma unroll
   for (int j = 0; j < kMixtures; ++j) x[j] *= scale;
 }

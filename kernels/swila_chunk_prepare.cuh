@@ -10,7 +10,6 @@ __device__ inline void store_halves(half* to, float4 x) {
 
 template <class V>
 struct Convolver {
-  static constexpr int kRun = 4;  // neighbouring tokens that a thread has at one time
   static constexpr int kThreads = 32 * V::kConvolvers;
   const SwilaMix& op;
   const Maps& maps;
@@ -63,9 +62,16 @@ struct Convolver {
     publish_to_copy_engine();
   }
 
-  // silu(conv(x)) of kRun tokens from the kRun + 3 at `raw` on, in place of the first of x.
-  __device__ static void convolve(const float* raw, int pitch, const float* taps,
-                                  float4 (&x)[kRun + kWidth - 1]) {
+  // Four channels of kRun neighbouring tokens, and of the three before them.
+  template <int kRun>
+  using Run = float4[kRun + kWidth - 1];
+
+  __device__ static float silu(float x) { return x * fast_sigmoid(x); }
+  // silu(conv(x)) of kRun tokens from the kRun + 3 at `raw` on, in place of the first of x; zeros
+  // from token `count` on.
+  template <int kRun>
+  __device__ static void convolve(const float* raw, int pitch, const float* taps, int count,
+                                  Run<kRun>& x) {
 #pragma unroll
     for (int i = 0; i < kRun + kWidth - 1; ++i) x[i] = load4(raw + i * pitch);
     float4 tap[kWidth];
@@ -81,50 +87,57 @@ struct Convolver {
         y.z = fmaf(tap[j].z, x[i + j].z, y.z);
         y.w = fmaf(tap[j].w, x[i + j].w, y.w);
       }
-      float s[4] = {y.x, y.y, y.z, y.w};
-      sigmoids(s);
-      x[i] = {y.x * s[0], y.y * s[1], y.z * s[2], y.w * s[3]};
+      x[i] = {silu(y.x), silu(y.y), silu(y.z), silu(y.w)};
+    }
+    if (count >= kRun) return;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      if (i >= count) x[i] = {0, 0, 0, 0};
     }
   }
 
-  // sum[i] of sixteen neighbouring lanes, of which each then has the sum of one i: that of
-  // 2 (l & 1) + (l & 2) / 2.
-  __device__ float sum_of_tokens(const float (&sum)[kRun]) const {
+  // sum[i] of sixteen neighbouring lanes, of which each then has the sum of one i, see
+  // lane_of_token().
+  __device__ float sum_of_tokens(const float (&sum)[4]) const {
     float two[2];
-    const bool one = lane & 1, second = lane & 2;
+    const bool one = lane & 1;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       two[i] = (one ? sum[i + 2] : sum[i]) +
                __shfl_xor_sync(0xffffffffu, one ? sum[i] : sum[i + 2], 1);
     }
-    float all = (second ? two[1] : two[0]) +
-                __shfl_xor_sync(0xffffffffu, second ? two[0] : two[1], 2);
-    all += __shfl_xor_sync(0xffffffffu, all, 4);
-    return all + __shfl_xor_sync(0xffffffffu, all, 8);
+    return sum_of_tokens(two, 2);
   }
-  __device__ int lane_of_token(int i) const { return (lane & 16) + i / 2 + i % 2 * 2; }
+  __device__ float sum_of_tokens(const float (&sum)[2], int bit = 1) const {
+    const bool second = lane & bit;
+    float all = (second ? sum[1] : sum[0]) +
+                __shfl_xor_sync(0xffffffffu, second ? sum[0] : sum[1], bit);
+#pragma unroll
+    for (int step = 2 * bit; step < 16; step *= 2) all += __shfl_xor_sync(0xffffffffu, all, step);
+    return all;
+  }
+  template <int kRun>
+  __device__ int lane_of_token(int i) const {
+    return (lane & 16) + (kRun == 2 ? i : i / 2 + i % 2 * 2);
+  }
 
-  // x becomes neighbouring queries (which = 0) or keys, at `to`; zeros from token `count` on.
-  __device__ void store_keys(int which, float4 (&x)[kRun + kWidth - 1], half* to,
-                             int count) const {
+  // x becomes neighbouring queries (which = 0), their sign changed, or keys, at `to`.
+  template <int kRun>
+  __device__ void store_keys(int which, const Run<kRun>& x, half* to) const {
     float squares[kRun];
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       squares[i] = x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
     }
     float scale = rsqrt_fast(sum_of_tokens(squares) + 1e-6f);
-    if (!V::kGated && which == 0) scale = -scale;
+    if (which == 0) scale = -scale;
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
-      const float by = __shfl_sync(0xffffffffu, scale, lane_of_token(i));
-      const bool inside = i < count;
-      const float4 y{inside ? x[i].x * by : 0, inside ? x[i].y * by : 0,
-                     inside ? x[i].z * by : 0, inside ? x[i].w * by : 0};
-      store_halves(&to[i * kKeyPitch], y);
+      const float by = __shfl_sync(0xffffffffu, scale, lane_of_token<kRun>(i));
+      store_halves(&to[i * kKeyPitch], {x[i].x * by, x[i].y * by, x[i].z * by, x[i].w * by});
     }
   }
   __device__ half* keys_of(int which, int n) const {
-    if constexpr (V::kGated) return which == 0 ? shared.plain_q : shared.plain_k;
     Stage<V>& stage = shared.stage[n % V::kStages];
     return which == 0 ? stage.q[0] : stage.k[0];
   }
@@ -132,28 +145,28 @@ struct Convolver {
   // One of six turns of chunk n: eight tokens' queries, keys or values. Sixteen lanes have four
   // channels each of four tokens.
   __device__ void turn(int n, int number) const {
+    constexpr int kRun = 4;
     const int which = number / 2, channel = lane % 16 * 4;
     const bool value = which == 2;
     const int first = number % 2 * 8 + lane / 16 * kRun, pitch = value ? V::kValues : kDim;
-    const int count = place.count - n * kTokens - first;
     wait_for(&shared.raw_full[which], n);
     if (channel >= pitch) return;
-    float4 x[kRun + kWidth - 1];
-    convolve(raw_of(which) + first * pitch + channel, pitch,
-             (value ? shared.value_taps[0] : shared.key_taps[which][0]) + channel, x);
+    Run<kRun> x;
+    convolve<kRun>(raw_of(which) + first * pitch + channel, pitch,
+                   (value ? shared.value_taps[0] : shared.key_taps[which][0]) + channel,
+                   place.count - n * kTokens - first, x);
     if (!value) {
-      store_keys(which, x, &keys_of(which, n)[first * kKeyPitch + channel], count);
+      store_keys<kRun>(which, x, &keys_of(which, n)[first * kKeyPitch + channel]);
       return;
     }
     if (n > 0) wait_for(&shared.v_empty, n - 1);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
-      const float4 y = i < count ? x[i] : float4{0, 0, 0, 0};
-      *reinterpret_cast<float4*>(&shared.v[(first + i) * V::kValuePitch + channel]) = y;
+      *reinterpret_cast<float4*>(&shared.v[(first + i) * V::kValuePitch + channel]) = x[i];
     }
   }
 
-  // H, or G.
+  // -H, or G.
   __device__ void products(bool asked, Stage<V>& stage) const {
     const int g = lane / 4, p = lane % 4 * 2;
     float sum[2][4] = {};
@@ -169,7 +182,7 @@ struct Convolver {
           if (t > s + 1) stage.gram[0][(s + 1) * kTokens + t - s - 1] = two;
         } else {
           *reinterpret_cast<uint32_t*>(&stage.asked[0][t * kTokenPitch + s]) =
-              pack(s <= t ? -one : 0.0f, s + 1 <= t ? -two : 0.0f);
+              pack(s <= t ? one : 0.0f, s + 1 <= t ? two : 0.0f);
         }
       }
     }
@@ -198,7 +211,6 @@ struct Convolver {
       } else {
         products(warp == 2, shared.stage[n % V::kStages]);
       }
-      warp_arrive(&shared.v_full);
       warp_arrive(&shared.full[n % V::kStages]);
       meet_convolvers();  // what was raw has been read
       bring(n + 1);

@@ -1,7 +1,8 @@
 #pragma once
 #include "kernels/swila_chunk_layout.cuh"
 
-// The warps that hold the state: 16 or 32 value dims of one mixture each, with all keys.
+// The warps that hold the state: 16 or 32 value dims of one mixture each, with all keys. Its sign
+// is changed, as is that of what is written, of queries and of H, so that nothing is subtracted.
 namespace weir::cuda::swila_chunk {
 
 template <class V>
@@ -16,7 +17,7 @@ struct StateWarp {
   Shared<V>& shared;
   int mixture, value;   // the warp's, of the slice
   int g, p;             // the lane's row and column of a fragment
-  float S[kTiles][kKeyTiles][4];  // [value, key]
+  float S[kTiles][kKeyTiles][4];  // -S, [value, key]
 
   __device__ StateWarp(const SwilaMix& op, const Place& place, Shared<V>& shared)
       : op(op), place(place), shared(shared), mixture(threadIdx.x / 32 % kMixtures),
@@ -46,12 +47,12 @@ struct StateWarp {
   __device__ void load() {
     each_pair([&](const float2& from, float& low, float& high) {
       const float2 pair = place.fresh ? float2{0, 0} : from;
-      low = pair.x;
-      high = pair.y;
+      low = -pair.x;
+      high = -pair.y;
     });
   }
   __device__ void store() {
-    each_pair([](float2& to, float low, float high) { to = {low, high}; });
+    each_pair([](float2& to, float low, float high) { to = {-low, -high}; });
   }
 
   // R of kCount tiles from m on starts as v.
@@ -95,9 +96,9 @@ struct StateWarp {
     each_place<kCount>(to, m, [](float from, float& x) { x = from; });
   }
 
-  // sum -= S x' for every token x, of kCount tiles from `first` on.
+  // sum += -S x' for every token x, of kCount tiles from `first` on.
   template <int kCount>
-  __device__ void subtract_recalled(Answers& sum, const half* x, int first) const {
+  __device__ void add_recalled(Answers& sum, const half* x, int first) const {
     const uint32_t rows = rows_of_b(x, kKeyPitch);
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
@@ -109,8 +110,8 @@ struct StateWarp {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float(&tile)[4] = S[m][2 * i + h];
-          state[2 * h] = pack(-tile[0], -tile[1]);
-          state[2 * h + 1] = pack(-tile[2], -tile[3]);
+          state[2 * h] = pack(tile[0], tile[1]);
+          state[2 * h + 1] = pack(tile[2], tile[3]);
         }
         multiply(sum[m][0], state, b[0], b[1]);
         multiply(sum[m][1], state, b[2], b[3]);
@@ -123,28 +124,27 @@ struct StateWarp {
 #pragma unroll
       for (int i = 0; i < 4 * kTokenTiles; ++i) O[m][i / 4][i % 4] = 0;
     }
-    subtract_recalled<kTiles>(O, in.q[set()], 0);
+    add_recalled<kTiles>(O, in.q[set()], 0);
   }
 
   // R = v - S k of a chunk, with the state as it is.
   __device__ void ask(Answers& R, int chunk) const {
     const Stage<V>& in = stage(chunk);
-    wait_for(&shared.v_full, chunk);
     wait_for(&shared.full[chunk % V::kStages], chunk / V::kStages);
 #pragma unroll
     for (int m = 0; m < kTiles; m += kAtOnce) {
       load_values<kAtOnce>(R, m);
-      subtract_recalled<kAtOnce>(R, in.k[set()], m);
+      add_recalled<kAtOnce>(R, in.k[set()], m);
       if constexpr (kPark) put<kAtOnce>(R, m);
     }
     warp_arrive(&shared.v_empty);
   }
-  // -<k_t, k_s> of the next chunk's tokens t and this one's s, decayed: a B [s, t] for each eight.
+  // <k_t, k_s> of the next chunk's tokens t and this one's s, decayed: a B [s, t] for each eight.
   __device__ void cross(const Stage<V>& in, const Stage<V>& next, uint32_t (&x)[4]) const {
     float sum[2][4] = {};
     product(next.k[set()], V::kGated ? in.end[mixture] : in.k[0], sum);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = pack(-sum[i % 2][i / 2 * 2], -sum[i % 2][i / 2 * 2 + 1]);
+    for (int i = 0; i < 4; ++i) x[i] = pack(sum[i % 2][i / 2 * 2], sum[i % 2][i / 2 * 2 + 1]);
   }
 
   using Written = uint32_t[kTiles][4];
@@ -177,7 +177,7 @@ struct StateWarp {
       }
     }
   }
-  // S += U' K
+  // -S += -U' K
   __device__ void advance(const Stage<V>& in, const Written& u) {
     const uint32_t rows = rows_of_a(V::kGated ? in.end[mixture] : in.k[0], kKeyPitch);
 #pragma unroll
@@ -191,7 +191,7 @@ struct StateWarp {
       }
     }
   }
-  // O += U H'
+  // O += -U (-H)'
   __device__ void answer(const Stage<V>& in, const Written& u, Answers& O) const {
     uint32_t b[4];
     load_matrices(b, rows_of_b(in.asked[set()], kTokenPitch));
@@ -200,6 +200,11 @@ struct StateWarp {
       multiply(O[m][0], u[m], b[0], b[1]);
       multiply(O[m][1], u[m], b[2], b[3]);
     }
+  }
+
+  // Gated, they are computed anew: all of a chunk's are more than there are registers.
+  __device__ void forget_addresses() {
+    if constexpr (V::kGated) asm volatile("" : "+r"(mixture), "+r"(value), "+r"(g), "+r"(p));
   }
 
   // While the chain is with a chunk, the next one's R is made of the state before it, and of what
@@ -216,6 +221,7 @@ struct StateWarp {
     for (int c = 0; c < chunks; ++c) {
       const bool more = c + 1 < chunks;
       const Stage<V>& in = stage(c);
+      forget_addresses();
       uint32_t x[4];
       Written u;
       if constexpr (V::kGated) decay(in);
@@ -225,6 +231,7 @@ struct StateWarp {
         cross(in, stage(c + 1), x);
       }
       meet(kWritten + group(), V::kOfGroup);
+      forget_addresses();
       load_written(u);
       if (more) hand_over(R, u, x);
       advance(in, u);

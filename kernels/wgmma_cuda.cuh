@@ -32,6 +32,12 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column,
       "l"(&map), "r"(column), "r"(row), "r"(plane), "r"(barrier), "l"(policy)
       : "memory");
 }
+// Asks for a box to be brought to the L2 cache.
+__device__ inline void prefetch_box(const CUtensorMap& map, int column, int row, int plane) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map),
+               "r"(column), "r"(row), "r"(plane)
+               : "memory");
+}
 // The same into all blocks of a cluster whose bits are set, to the same place in each, and each
 // one's barrier is told.
 __device__ inline void copy_box_to_all(uint32_t to, const CUtensorMap& map, int column, int row,
