@@ -260,5 +260,76 @@ TEST_F(CudaTest, SampleFiltersOfAnyLogits) {
   draws_agree("all equal", kVocab, {flat}, how);
 }
 
+// What a Sample that only draws answers: no edits, no alternatives.
+struct Draws {
+  std::vector<Token> token;
+  std::vector<float> logprob;
+};
+Draws draw_all(Side& side, int32_t vocab, int32_t stride, const std::vector<float>& logits,
+               const std::vector<Sampling>& how, const std::vector<Token>& target) {
+  const size_t count = how.size();
+  std::vector<int32_t> position;
+  for (size_t i = 0; i < count; ++i) position.push_back(int32_t(i) + 3);
+  Sample op{.count = int32_t(count), .vocab = vocab, .logits = {side.put(logits), stride},
+            .sampling = side.put(how), .position = side.put(position),
+            .target = side.put(target), .top = side.put(std::vector<int32_t>(count, 0)),
+            .edit_begin = side.put(std::vector<int32_t>(count + 1, 0)),
+            .edits = side.put(std::vector<LogitEdit>(1)),
+            .token = side.put(std::vector<Token>(count, -7)),
+            .logprob = side.put(std::vector<float>(count, 7)),
+            .top_token = side.put(std::vector<Token>(count * Sample::kTop)),
+            .top_logprob = side.put(std::vector<float>(count * Sample::kTop))};
+  side.backend().run({op});
+  Draws draws{std::vector<Token>(count), side.read(op.logprob, count)};
+  side.backend().download(draws.token.data(), op.token, count * sizeof(Token));
+  side.backend().finish();
+  return draws;
+}
+
+// Rows that are drawn from as they come have a kernel of their own up to 32,768 tokens: a warp's
+// run that ends elsewhere, tokens left out or twice, equal logits, one far above all others,
+// numbers that are none, a draw at a warp's or a group's first and last token.
+TEST_F(CudaTest, SampleDrawsFromRowsAsTheyCome) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  Side on_cuda(cuda(), 1), on_cpu(make_cpu_backend({.plain = true}), 1);
+  for (const int32_t vocab : {1, 2, 31, 32, 33, 1000, 3001, 32000, 32767, 32768, 32769, 50000}) {
+    Side numbers(make_cpu_backend({.plain = true}), 22);
+    const int32_t stride = vocab + 5;
+    const size_t rows = 80;
+    std::vector<float> logits;
+    std::vector<Sampling> how;
+    std::vector<Token> target;
+    for (size_t i = 0; i < rows; ++i) {
+      std::vector<float> one = numbers.normal(size_t(stride), i % 4 == 0 ? 1e-3f : 3.0f);
+      if (i % 5 == 1) {
+        for (float& x : one) x = std::floor(x);
+      }
+      if (i % 7 == 2) one[i * 7919 % size_t(vocab)] = 40;
+      if (i % 11 == 3) {
+        for (size_t j = 0; j < size_t(vocab); ++j) one[j] = j % 3 == 0 ? one[j] : -kInfinity;
+      }
+      if (i == 20) one[size_t(vocab) / 2] = std::nanf("");
+      if (i == 21) one[size_t(vocab) - 1] = kInfinity;
+      if (i == 22) std::fill(one.begin(), one.end(), -kInfinity);
+      if (i == 23) std::fill(one.begin(), one.end(), -3e38f), one[size_t(vocab) - 1] = 3e38f;
+      one[size_t(vocab)] = 1e9f;  // beyond the row
+      logits.insert(logits.end(), one.begin(), one.end());
+      Sampling s{.temperature = i % 3 == 0 ? 1.0f : 0.4f + float(i % 8) * 0.2f, .seed = i * 7919};
+      if (i % 6 == 4) s.temperature = 0;
+      if (i % 9 == 5) s.min_p = 0.03f;
+      if (i % 40 == 7) s.temperature = 1e-39f;
+      how.push_back(s);
+      target.push_back(i % 13 == 6 ? Token(i * 31 % size_t(vocab)) : -1);
+    }
+    const Draws gpu = draw_all(on_cuda, vocab, stride, logits, how, target),
+                cpu = draw_all(on_cpu, vocab, stride, logits, how, target);
+    EXPECT_EQ(gpu.token, cpu.token) << vocab;
+    for (size_t i = 0; i < rows; ++i) {
+      if (gpu.logprob[i] == cpu.logprob[i]) continue;  // -infinity among them
+      EXPECT_NEAR(gpu.logprob[i], cpu.logprob[i], 2e-5) << vocab << ", row " << i;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace weir
