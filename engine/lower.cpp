@@ -40,6 +40,11 @@ class Residual {
     if (layer.replaces) ++count_;
     layer.residual = current();
   }
+  // From here on the stream is this one, of so many tokens.
+  void replace(Acts stream, int32_t tokens) {
+    sources_ = stream;
+    tokens_ = tokens;
+  }
   // The stream, or the source that grows.
   Acts current() const { return sources_.from((count_ - 1) * tokens_ * sources_.stride); }
 
@@ -103,7 +108,7 @@ void lower_shifted_mlp(const LayerSpec& spec, const LayerWeights& weights, Layer
 }
 
 void lower_mlp(const Mlp& mlp, const LayerWeights& weights, LayerContext& layer) {
-  const int32_t tokens = layer.rows.tokens;
+  const int32_t tokens = layer.wanted;
   const Acts hidden = layer.workspace.take(tokens, 2 * int64_t(mlp.hidden));
   layer.program.push_back(Linear{.tokens = tokens,
                                  .in = layer.spec.dim,
@@ -141,27 +146,41 @@ bool mlp_reads_once(const LayerSpec& layer) {
   return layer.mlp->kind != Mlp::Kind::ShiftedSquare && !layer.route.hidden;
 }
 
+// Of how many tokens a layer's output is wanted: of all, but for the last layer's, which only the
+// head reads. What needs every token's output itself: sources that are mixed anew, the shifted
+// input of an MLP, what is routed past it.
+int32_t wanted_tokens(const ModelSpec& spec, const LayerSpec& layer, const StepShape& shape) {
+  const bool last = &layer == &spec.layers.back();
+  const bool shifts = layer.mlp && layer.mlp->kind == Mlp::Kind::ShiftedSquare;
+  return last && !shifts && !spec.depth_residual && !layer.route.hidden
+             ? std::min(shape.outputs, shape.tokens)
+             : shape.tokens;
+}
+
 // Both halves of a layer, each from the residual through a norm to the residual.
 void lower_layer(const LayerSpec& spec, const LayerWeights& weights, Residual& residual,
                  LayerContext& layer) {
   Workspace& workspace = layer.workspace;
   const int32_t tokens = layer.rows.tokens;
-  const auto begin_half = [&](const float* depth, const float* norm, const float* bias,
-                              Acts space, bool read_once) {
+  const bool picks = layer.wanted < tokens;
+  const auto begin_half = [&](int32_t count, const float* depth, const float* norm,
+                              const float* bias, Acts space, bool read_once) {
     layer.raw = residual.read(depth, space);
-    lower_norm(layer.spec, tokens, norm, bias, layer.raw, layer.in, read_once, layer.program);
+    lower_norm(layer.spec, count, norm, bias, layer.raw, layer.in, read_once, layer.program);
     residual.write(layer);
   };
+  if (picks) layer.picked = workspace.take(layer.wanted, layer.spec.dim);  // the head reads it
   const int64_t before = workspace.mark();
   take_lanes(spec, layer);
   const int64_t mark = workspace.mark();
   const Acts space = reads_raw(spec) ? workspace.take(tokens, layer.spec.dim) : layer.in;
-  begin_half(weights.mixer_depth, weights.mixer_norm, weights.mixer_norm_bias, space,
+  begin_half(tokens, weights.mixer_depth, weights.mixer_norm, weights.mixer_norm_bias, space,
              mixer_reads_once(spec));
   lower_mixer(spec, weights, layer);
   workspace.release(mark);
-  if (spec.mlp) {
-    begin_half(weights.mlp_depth, weights.mlp_norm, weights.mlp_norm_bias, layer.in,
+  if (picks) residual.replace(layer.picked, layer.wanted);
+  if (spec.mlp && layer.wanted > 0) {
+    begin_half(layer.wanted, weights.mlp_depth, weights.mlp_norm, weights.mlp_norm_bias, layer.in,
                mlp_reads_once(spec));
     if (spec.mlp->kind == Mlp::Kind::ShiftedSquare) {
       lower_shifted_mlp(spec, weights, layer);
@@ -174,16 +193,20 @@ void lower_layer(const LayerSpec& spec, const LayerWeights& weights, Residual& r
   workspace.release(before);
 }
 
-// Logits of the wanted tokens, and what is drawn from them.
+// Logits of the wanted tokens, and what is drawn from them. is_picked: the residual is theirs only.
 void lower_outputs(const ModelSpec& spec, const ModelWeights& weights, const StepArrays& arrays,
-                   int32_t outputs, Acts residual, Workspace& workspace, Program& program) {
-  const Acts picked = workspace.take(outputs, spec.dim);
+                   int32_t outputs, Acts residual, bool is_picked, Workspace& workspace,
+                   Program& program) {
+  Acts picked = residual;
+  if (!is_picked) {
+    picked = workspace.take(outputs, spec.dim);
+    program.push_back(Gather{.count = outputs,
+                             .dim = spec.dim,
+                             .index = arrays.output_token,
+                             .in = residual,
+                             .out = picked});
+  }
   const Acts logits = workspace.take(outputs, spec.vocab);
-  program.push_back(Gather{.count = outputs,
-                           .dim = spec.dim,
-                           .index = arrays.output_token,
-                           .in = residual,
-                           .out = picked});
   lower_norm(spec, outputs, weights.norm, weights.norm_bias, picked, picked, true, program);
   program.push_back(Linear{.tokens = outputs,
                            .in = spec.dim,
@@ -230,6 +253,7 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
   }
   Lanes lanes = make_lanes(spec, tokens, workspace);
 
+  bool picked = false;
   for (size_t i = 0; i < spec.layers.size(); ++i) {
     LayerContext layer{.program = program,
                        .workspace = workspace,
@@ -240,17 +264,19 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
                        .route_weights = weights.layers[i].route,
                        .lanes = lanes,
                        .in = normed,
+                       .wanted = wanted_tokens(spec, spec.layers[i], shape),
                        .page_tokens = limits.page_tokens};
     if (pool != nullptr) {
       layer.state = pool->layer_state(int32_t(i));
       layer.pages = pool->layer_pages(int32_t(i));
       layer.page_stride = pool->page_floats();
     }
+    picked = layer.wanted < tokens;
     lower_layer(spec.layers[i], weights.layers[i], residual, layer);
   }
   if (shape.outputs == 0) return program;
   const Acts last = residual.read(weights.depth, normed);
-  lower_outputs(spec, weights, arrays, shape.outputs, last, workspace, program);
+  lower_outputs(spec, weights, arrays, shape.outputs, last, picked, workspace, program);
   return program;
 }
 

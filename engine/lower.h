@@ -66,6 +66,10 @@ struct LayerContext {
   Acts raw;             // the same before its norm, for mixers that want it
   Acts residual;        // [tokens, dim]: the mixer adds its output here
   bool replaces = false;  // its output takes the place of what is there
+  // Tokens whose output is wanted. Fewer than there are: those of arrays.output_token, and `picked`
+  // is where lower_residual() leaves them of the stream, [wanted, dim].
+  int32_t wanted = 0;
+  Acts picked;
   SlotState state;      // the layer's part of the slots
   float* pages = nullptr;
   int64_t page_stride = 0;

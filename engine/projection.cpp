@@ -43,7 +43,20 @@ Acts lower_linear(LayerContext& layer, const Matrix& matrix, const float* bias, 
 }
 
 void lower_residual(LayerContext& layer, const Matrix& matrix, Acts x, const float* bias) {
-  layer.program.push_back(Linear{.tokens = layer.rows.tokens,
+  if (layer.wanted == 0) return;
+  if (layer.wanted < layer.rows.tokens) {
+    const auto pick = [&](int32_t dim, Acts from, Acts to) {
+      layer.program.push_back(Gather{.count = layer.wanted,
+                                     .dim = dim,
+                                     .index = layer.arrays.output_token,
+                                     .in = from,
+                                     .out = to});
+      return to;
+    };
+    layer.residual = pick(layer.spec.dim, layer.residual, layer.picked);
+    x = pick(matrix.cols, x, layer.workspace.take(layer.wanted, matrix.cols));
+  }
+  layer.program.push_back(Linear{.tokens = layer.wanted,
                                  .in = matrix.cols,
                                  .parts = 1,
                                  .part = {matrix},

@@ -29,7 +29,8 @@ class Projection {
 
 // y = W x + bias, in new workspace.
 Acts lower_linear(LayerContext& layer, const Matrix& matrix, const float* bias, Acts x);
-// residual += W x [+ bias], or = where the layer replaces it: a layer's out-projection.
+// residual += W x [+ bias], or = where the layer replaces it: a layer's out-projection. Of fewer
+// wanted tokens than there are: those alone, and the residual is what has been picked.
 void lower_residual(LayerContext& layer, const Matrix& matrix, Acts x, const float* bias = nullptr);
 // A short convolution into new workspace, with its history at the front of `history`, which moves
 // on.

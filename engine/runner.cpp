@@ -49,9 +49,16 @@ size_t answer_bytes(const Limits& limits) { return StepOutputs(limits.step_token
 size_t token_bytes(const Limits& limits) { return size_t(limits.step_tokens) * sizeof(Token); }
 
 int64_t workspace_floats(const ModelSpec& spec, const Limits& limits) {
-  Workspace measure;
-  lower(spec, weight_shapes(spec), nullptr, limits, {}, largest_step(limits), measure);
-  return measure.peak();
+  // One output less, and outputs are picked within the last layer, where they take other room.
+  const StepShape most = largest_step(limits);
+  int64_t floats = 0;
+  for (const int32_t outputs : {most.outputs, most.outputs - 1}) {
+    Workspace measure;
+    lower(spec, weight_shapes(spec), nullptr, limits, {}, {most.rows, most.tokens, outputs},
+          measure);
+    floats = std::max(floats, measure.peak());
+  }
+  return floats;
 }
 
 }  // namespace

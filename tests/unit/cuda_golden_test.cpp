@@ -60,6 +60,23 @@ TEST_P(CudaGolden, LogitsAgreeWithTheReference) {
   report("company", company);
 }
 
+// The same where of each step only few outputs are wanted, or none: a kernel that finds another
+// number of tokens in the last layer's MLP than in its mixer.
+TEST_P(CudaGolden, WhatIsNotWantedDoesNotShow) {
+  const auto bench = cuda_bench(GetParam());
+  const auto file = *Safetensors::open_file(bench->folder + "/golden.safetensors");
+  const auto prompt = values<Token>(file, "prompt");
+  double worst = 0;
+  for (const int32_t chunk : {1, 2, 7, 40}) {
+    test::few_wanted(*bench, prompt, chunk,
+                     [&](const std::vector<float>& few, const std::vector<float>& all) {
+                       worst = std::max(worst, difference(few, all));
+                     });
+  }
+  EXPECT_LE(worst, kTolerance);
+  report("few wanted", worst);
+}
+
 Token most_likely(const float* logits, int32_t vocab) {
   return Token(std::max_element(logits, logits + vocab) - logits);
 }

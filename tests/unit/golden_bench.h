@@ -86,17 +86,21 @@ struct Sequence {
   std::vector<float> logits;  // [fed, vocab]
 };
 
-// One step: the next counts[i] tokens of each sequence, all their logits kept.
-inline void feed(Bench& bench, const std::vector<Sequence*>& rows,
-                 const std::vector<int32_t>& counts) {
+// One step: the next counts[i] tokens of each sequence, and the logits kept of those that are
+// wanted(row, token of the row): all, as they are by default.
+template <typename Wanted>
+void feed(Bench& bench, const std::vector<Sequence*>& rows, const std::vector<int32_t>& counts,
+          const Wanted& wanted) {
   StepBatch batch;
   for (size_t r = 0; r < rows.size(); ++r) {
     Sequence& s = *rows[r];
     batch.rows.push_back({.id = r, .slot = s.slot, .first = s.fed, .count = counts[r],
                           .begin = int32_t(batch.tokens.size()), .pages = s.pages});
     for (int32_t i = 0; i < counts[r]; ++i) {
-      batch.outputs.push_back({.id = r, .token = int32_t(batch.tokens.size()),
-                               .position = s.fed + i + 1});
+      if (wanted(r, i)) {
+        batch.outputs.push_back({.id = r, .token = int32_t(batch.tokens.size()),
+                                 .position = s.fed + i + 1});
+      }
       batch.tokens.push_back(s.tokens[size_t(s.fed + i)]);
     }
   }
@@ -104,11 +108,17 @@ inline void feed(Bench& bench, const std::vector<Sequence*>& rows,
   int32_t output = 0;
   for (size_t r = 0; r < rows.size(); ++r) {
     for (int32_t i = 0; i < counts[r]; ++i) {
+      if (!wanted(r, i)) continue;
       const std::vector<float> one = bench.runner.logits(output++);
       rows[r]->logits.insert(rows[r]->logits.end(), one.begin(), one.end());
     }
     rows[r]->fed += counts[r];
   }
+}
+
+inline void feed(Bench& bench, const std::vector<Sequence*>& rows,
+                 const std::vector<int32_t>& counts) {
+  feed(bench, rows, counts, [](size_t, int32_t) { return true; });
 }
 
 inline std::vector<float> alone(Bench& bench, const std::vector<Token>& tokens, int32_t chunk) {
@@ -125,6 +135,36 @@ inline double difference(const std::vector<float>& a, const std::vector<float>& 
     worst = std::isfinite(gap) ? std::max(worst, gap) : HUGE_VAL;
   }
   return worst;
+}
+
+// Two sequences side by side in chunks of `chunk`, of which step after step only some outputs are
+// wanted, the last, one in the middle, none. Calls check(wanted, all) with the logits of each step,
+// and those that the same step gives where all are wanted.
+template <typename Check>
+void few_wanted(Bench& bench, const std::vector<Token>& tokens, int32_t chunk,
+                const Check& check) {
+  const auto vocab = size_t(bench.model.spec.vocab);
+  Sequence few[2] = {{1, tokens}, {4, {tokens.rbegin(), tokens.rend()}}};
+  Sequence all[2] = {{0, tokens}, {5, {tokens.rbegin(), tokens.rend()}}};
+  for (int step = 0; !few[0].done(); ++step) {
+    const int32_t left = int32_t(tokens.size()) - few[0].fed, count = std::min(chunk, left);
+    const auto wanted = [&](size_t row, int32_t token) {
+      if (step % 3 == 2) return false;
+      return token == count - 1 || (row == 1 && step % 3 == 1 && token == count / 2);
+    };
+    for (Sequence* rows : {few, all}) rows[0].logits.clear(), rows[1].logits.clear();
+    feed(bench, {&few[0], &few[1]}, {count, count}, wanted);
+    feed(bench, {&all[0], &all[1]}, {count, count});
+    for (size_t r = 0; r < 2; ++r) {
+      std::vector<float> expected;
+      for (int32_t i = 0; i < count; ++i) {
+        if (!wanted(r, i)) continue;
+        const auto first = all[r].logits.begin() + ptrdiff_t(size_t(i) * vocab);
+        expected.insert(expected.end(), first, first + ptrdiff_t(vocab));
+      }
+      check(few[r].logits, expected);
+    }
+  }
 }
 
 // Four random days: six sequences of random lengths, alone in chunks of a random size, and then

@@ -42,6 +42,20 @@ TEST_P(Golden, ChunksDoNotShow) {
   }
 }
 
+// A last layer that picks other tokens than are wanted, or leaves a state that is not the step's
+// where it computes the output of few of them, or of none.
+TEST_P(Golden, WhatIsNotWantedDoesNotShow) {
+  Bench bench(golden_path(GetParam()));
+  const auto file = *Safetensors::open_file(bench.folder + "/golden.safetensors");
+  const auto prompt = values<Token>(file, "prompt");
+  for (const int32_t chunk : {1, 5, 17}) {
+    test::few_wanted(bench, prompt, chunk,
+                     [](const std::vector<float>& few, const std::vector<float>& all) {
+                       EXPECT_EQ(difference(few, all), 0);
+                     });
+  }
+}
+
 TEST_P(Golden, AloneEqualsTogether) {
   Bench bench(golden_path(GetParam()));
   in_company(bench, [](const std::vector<float>& together, const std::vector<float>& alone) {
