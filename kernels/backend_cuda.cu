@@ -137,7 +137,13 @@ class CudaBackend final : public Backend {
 
 CudaBackend::CudaBackend(int device, const CudaOptions& options) : device_(device) {
   WEIR_CUDA_CHECK(cudaGetDeviceProperties(&properties_, device));
-  WEIR_CUDA_CHECK(cudaStreamCreateWithFlags(&context_.stream, cudaStreamNonBlocking));
+  int low = 0, high = 0;
+  WEIR_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
+  WEIR_CUDA_CHECK(cudaStreamCreateWithPriority(&context_.stream, cudaStreamNonBlocking, high));
+  WEIR_CUDA_CHECK(cudaStreamCreateWithPriority(&context_.side, cudaStreamNonBlocking, low));
+  for (cudaEvent_t* event : {&context_.forked, &context_.joined}) {
+    WEIR_CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+  }
   for (Lane& lane : lanes_) {
     WEIR_CUDA_CHECK(cudaEventCreateWithFlags(&lane.done, cudaEventDisableTiming));
   }
@@ -162,6 +168,8 @@ CudaBackend::~CudaBackend() {
   cudaFree(context_.scratch);
   for (Lane& lane : lanes_) cudaEventDestroy(lane.done);
   cudaFree(context_.meeting);
+  for (cudaEvent_t event : {context_.forked, context_.joined}) cudaEventDestroy(event);
+  cudaStreamDestroy(context_.side);
   cudaStreamDestroy(context_.stream);
 }
 

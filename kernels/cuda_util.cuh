@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "kernels/check.h"
 #include "kernels/op.h"
@@ -69,6 +70,9 @@ struct Context {
   bool fresh_state = true;             // no earlier op of this program wrote this op's state
   MatrixProducts* products = nullptr;  // null: no cuBLASLt, nor the kernel for prompts
 
+  cudaStream_t side = nullptr;  // see Beside
+  cudaEvent_t forked = nullptr, joined = nullptr;
+
   Hopper hopper;
   bool keep_low = true;                // Linear multiplies x by high and low bf16 halves
 
@@ -82,6 +86,32 @@ struct Context {
   Split split;                         // what the op before has left in the scratch
   Split next_split;                    // what this op leaves there
   const Linear* next = nullptr;        // the op after this one, if it is of this kind
+};
+
+// Kernels beside others that have nothing to do with them. What is launched while one of these
+// lives begins where fork() was called, and what is launched after it waits for both. Those on the
+// stream itself, which are launched before, are the first to get what room there is.
+class Beside {
+ public:
+  static void fork(Context& context) {
+    WEIR_CUDA_CHECK(cudaEventRecord(context.forked, context.stream));
+  }
+  explicit Beside(Context& context) : context_(context) {
+    WEIR_CUDA_CHECK(cudaStreamWaitEvent(context.side, context.forked, 0));
+    std::swap(context.stream, context.side);
+    context.follows = false;
+  }
+  ~Beside() {
+    WEIR_CUDA_CHECK(cudaEventRecord(context_.joined, context_.stream));
+    std::swap(context_.stream, context_.side);
+    WEIR_CUDA_CHECK(cudaStreamWaitEvent(context_.stream, context_.joined, 0));
+    context_.follows = false;
+  }
+  Beside(const Beside&) = delete;
+  Beside& operator=(const Beside&) = delete;
+
+ private:
+  Context& context_;
 };
 
 Hopper find_hopper(int compute);

@@ -9,11 +9,18 @@ namespace weir::cuda {
 namespace chunk {
 namespace {
 
+// What becomes of answers that finish_rows_kernel normalises.
+struct Finish {
+  bool norm;
+  SplitVectors left;  // for the Linear that follows, perhaps
+  bool exact;         // also op.out
+};
+
 // A warp normalises one head's answers to a token of the step, and leaves them for the next op.
-__device__ inline void norm_answers(const DeltaMix& op, const SplitVectors& left, int64_t token,
+__device__ inline void norm_answers(const DeltaMix& op, const Finish& finish, int64_t token,
                                     int64_t column) {
   constexpr int kMost = 2;  // times 128 values
-  float4 y[kMost], gate[kMost];
+  float4 y[kMost], gate[kMost], weight[kMost];
   float* const out = at(op.out, token) + column;
   float squares = 0;
 #pragma unroll
@@ -22,6 +29,7 @@ __device__ inline void norm_answers(const DeltaMix& op, const SplitVectors& left
     y[i] = j < op.value_dim ? load4(out + j) : zero4();
     gate[i] = j < op.value_dim && op.gate.data != nullptr ? load4(at(op.gate, token) + column + j)
                                                           : zero4();
+    weight[i] = j < op.value_dim ? load4(op.norm_weight + j) : zero4();
     squares += y[i].x * y[i].x + y[i].y * y[i].y + y[i].z * y[i].z + y[i].w * y[i].w;
   }
   const float scale = 1.0f / sqrtf(sum_over_lanes(squares) / float(op.value_dim) + op.norm_eps);
@@ -29,20 +37,19 @@ __device__ inline void norm_answers(const DeltaMix& op, const SplitVectors& left
   for (int i = 0; i < kMost; ++i) {
     const int j = 128 * i + threadIdx.x % 32 * 4;
     if (j >= op.value_dim) break;
-    y[i] = times(scaled(y[i], scale), load4(op.norm_weight + j));
+    y[i] = times(scaled(y[i], scale), weight[i]);
     if (op.gate.data != nullptr) {
       y[i] = times(y[i], each(gate[i], [&](float x) { return apply(op.gate_activation, x); }));
     }
-    store4(out + j, y[i]);
-    store_split(left, token * op.value_heads * op.value_dim + column + j, y[i]);
+    if (finish.exact) store4(out + j, y[i]);
+    store_split(finish.left, token * op.value_heads * op.value_dim + column + j, y[i]);
   }
 }
 
 // What blocks of the chunk kernel could not do for each other's sake: the last inputs of a row
 // become its history once all have read the old one; heads whose values lie in several blocks are
 // normalised. Rows of few tokens are left alone.
-__device__ inline void finish_row(const DeltaMix& op, const SplitVectors& left, int row,
-                                  bool norm) {
+__device__ inline void finish_row(const DeltaMix& op, const Finish& finish, int row) {
   const Slot slot = op.rows.slot[row];
   const int begin = op.rows.begin[row], count = op.rows.begin[row + 1] - begin;
   if (slot == kPadding || count <= kStepTokensMost) return;
@@ -57,19 +64,23 @@ __device__ inline void finish_row(const DeltaMix& op, const SplitVectors& left, 
     at(op.history, slot)[i] = at(in, token)[column];
   }
   const int warps = gridDim.x * 8;
-  for (int i = blockIdx.x * 8 + threadIdx.x / 32; norm && i < count * op.value_heads; i += warps) {
-    norm_answers(op, left, begin + i / op.value_heads, int64_t(i % op.value_heads) * op.value_dim);
+  if (!finish.norm) return;
+  for (int i = blockIdx.x * 8 + threadIdx.x / 32; i < count * op.value_heads; i += warps) {
+    norm_answers(op, finish, begin + i / op.value_heads,
+                 int64_t(i % op.value_heads) * op.value_dim);
   }
 }
 __global__ __launch_bounds__(256) void finish_rows_kernel(const __grid_constant__ DeltaMix op,
-                                                          const __grid_constant__ SplitVectors left,
-                                                          bool norm) {
+                                                          Finish finish) {
   let_successor_start();
+  const auto find = [&](int k) { return long_row(op.rows, k, kStepTokensMost); };
+  int k = blockIdx.y, row = find(k), next = row < 0 ? -1 : find(k + gridDim.y);
   wait_for_predecessor();
-  for (int k = blockIdx.y;; k += gridDim.y) {
-    const int row = long_row(op.rows, k, kStepTokensMost);
-    if (row < 0) return;
-    finish_row(op, left, row, norm);
+  while (row >= 0) {
+    finish_row(op, finish, row);
+    k += gridDim.y;
+    row = next;
+    if (row >= 0) next = find(k + gridDim.y);
   }
 }
 
@@ -89,28 +100,49 @@ int prompts(const DeltaMix& op) {
 
 // The fewer heads and rows there are, the thinner the slices: a block for each multiprocessor.
 int slice_of(const DeltaMix& op, const Context& context) {
+  constexpr int kManyRows = 16;
   const int rows = prompts(op);
   int slice = rows_at_once(op, context) ? 128 : 64;
-  while (slice > 16 &&
+  // The other rows' kernel has the rest of the machine meanwhile, if they are many.
+  const int least = op.rows.count > kManyRows ? 64 : 16;
+  while (slice > least &&
          rows * op.value_heads * (op.value_dim / slice) * 2 <= context.multiprocessors) {
     slice /= 2;
   }
   return slice;
 }
 
-// All turns of both kernels. The host does not know how long each row is, but how many chunks all
-// of them have at most; blocks without a tile return at once.
-void run_turns(const DeltaMix& op, Context& context, const Starts& starts, int slice) {
+// The scratch memory that is left for tiles while the other rows' answers are left split in it.
+struct Room {
+  unsigned char* begin;
+  int64_t bytes;
+};
+Room room_beside(const DeltaMix& op, const Context& context) {
+  auto* const scratch = static_cast<unsigned char*>(context.scratch);
+  const auto half = int64_t(context.half_bytes);
+  if (context.split.half == 0) return {scratch, half};  // the answers are left in the other one
+  const int64_t padded = (int64_t(op.rows.tokens) + 7) / 8 * 8;
+  const int64_t answers = padded * op.value_heads * op.value_dim * (context.keep_low ? 4 : 2);
+  const int64_t taken = std::min((answers + 1023) / 1024 * 1024, 2 * half);
+  return {scratch + taken, 2 * half - taken};
+}
+
+// All turns of both kernels; whether that is one turn, its tiles apart from other rows' answers.
+// The host does not know how long each row is, but how many chunks all of them have at most; blocks
+// without a tile return at once.
+bool run_turns(const DeltaMix& op, Context& context, const Starts& starts, int slice) {
   const int blocks_of_row = op.value_heads * (op.value_dim / slice);
   int group = 1;
   while (group < 32 && 2 * group * blocks_of_row <= context.multiprocessors) group *= 2;
   const int chunks = op.rows.tokens / kTokens + most_long_rows(op.rows, kStepTokensMost);
   const int64_t bytes = int64_t(tile_bytes(starts.image, op.value_dim)) * op.value_heads;
-  auto* const scratch = static_cast<unsigned char*>(context.scratch);
+  const Room room = room_beside(op, context);
+  const bool apart = chunks * bytes <= room.bytes;
+  auto* const tiles = apart ? room.begin : static_cast<unsigned char*>(context.scratch);
   // Of several turns, the first kernel of one runs beside the second one of the turn before, in the
   // other half of the scratch memory.
   const auto half = int64_t(context.half_bytes);
-  const bool one = chunks * bytes <= 2 * half;
+  const bool one = apart || chunks * bytes <= 2 * half;
   const int64_t most = one ? chunks : half / bytes;
   // The first kernel's blocks in whole waves.
   const int wave = starts.blocks * context.multiprocessors;
@@ -123,11 +155,12 @@ void run_turns(const DeltaMix& op, Context& context, const Starts& starts, int s
     const Turn turn{.group = group,
                     .first = i * of_turn,
                     .count = std::min(of_turn, chunks - i * of_turn),
-                    .tiles = scratch + i % 2 * half,
+                    .tiles = tiles + i % 2 * half,
                     .follows = i > 0};
     starts.prepare(op, context, turn);
     starts.advance(op, context, turn, slice, std::min(op.rows.count, 2 * group));
   }
+  return apart;
 }
 
 bool served(const DeltaMix& op, const Context& context) {
@@ -173,16 +206,20 @@ Chunks run_chunks(const DeltaMix& op, Context& context) {
     const bool channel = op.decay == Decay::PerChannel || op.erase.data != nullptr;
     const auto starts =
         channel ? chunk::channel_starts(op.key_dim) : chunk::head_starts(op.key_dim);
-    chunk::run_turns(op, context, starts, slice);
+    chunks.apart = chunk::run_turns(op, context, starts, slice);
   }
+  const int dim = op.value_heads * op.value_dim;
   if (norm) {  // the tiles that were in the scratch memory have been read then
-    chunks.left = leave_split(op.out, op.value_heads * op.value_dim, op.rows.tokens, context);
+    chunks.left = leave_split(op.out, dim, op.rows.tokens, context);
   }
+  const bool exact = chunks.left.high == nullptr || !op.read_once ||
+                     !next_reads_split(op.out, dim, op.rows.tokens, context);
+  // A warp an answer: with eight in turn a prompt by itself waited 20 us a layer for them.
+  const int64_t blocks = norm ? int64_t(op.rows.tokens) * op.value_heads / 8 : 8;
   const int rows = chunk::prompts(op);
-  const int64_t work = norm ? int64_t(op.rows.tokens) * op.value_heads / 64 : 8;
-  const int64_t most = std::max(8, 8 * context.multiprocessors / rows);
-  launch(context, {.grid = dim3(std::clamp<int64_t>(work, 8, most), rows), .block = dim3(256)},
-         chunk::finish_rows_kernel, op, chunks.left, norm);
+  const int64_t most = std::max(8, 32 * context.multiprocessors / rows);
+  launch(context, {.grid = dim3(std::clamp<int64_t>(blocks, 8, most), rows), .block = dim3(256)},
+         chunk::finish_rows_kernel, op, chunk::Finish{norm, chunks.left, exact});
   return chunks;
 }
 

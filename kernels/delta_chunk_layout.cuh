@@ -100,18 +100,29 @@ struct Group {
   }
 };
 
+// Without branches: a warp asks for many rows at one time.
 __device__ inline int chunks_of(const Rows& rows, int row) {
-  if (row >= rows.count || rows.slot[row] == kPadding) return 0;
-  const int count = rows.begin[row + 1] - rows.begin[row];
-  return count > kStepTokensMost ? (count + kTokens - 1) / kTokens : 0;
+  const int there = min(row, rows.count - 1);
+  const int count = rows.begin[there + 1] - rows.begin[there];
+  const bool served = row == there && rows.slot[there] != kPadding && count > kStepTokensMost;
+  return served ? (count + kTokens - 1) / kTokens : 0;
 }
+constexpr int kRunsAtOnce = 4;  // of 32 rows
 // By a whole warp: the first of the rows `row`, row + step, .. that has chunks; rows.count or more:
 // there is none.
 __device__ inline int next_long_row(const Rows& rows, int row, int step) {
-  for (; row < rows.count; row += 32 * step) {
-    const int mine = row + int(threadIdx.x) % 32 * step;
-    const unsigned found = __ballot_sync(0xffffffffu, chunks_of(rows, mine) > 0);
-    if (found != 0) return row + (__ffs(found) - 1) * step;
+#pragma unroll 1
+  for (; row < rows.count; row += kRunsAtOnce * 32 * step) {
+    int chunks[kRunsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kRunsAtOnce; ++i) {
+      chunks[i] = chunks_of(rows, row + (32 * i + int(threadIdx.x) % 32) * step);
+    }
+#pragma unroll
+    for (int i = 0; i < kRunsAtOnce; ++i) {
+      const unsigned found = __ballot_sync(0xffffffffu, chunks[i] > 0);
+      if (found != 0) return row + (32 * i + __ffs(found) - 1) * step;
+    }
   }
   return row;
 }
@@ -121,25 +132,33 @@ template <typename Hit>
 __device__ inline Group find_group(const Rows& rows, int group, const Hit& hit) {
   const int lane = threadIdx.x % 32;
   int before = 0;
-  for (int row = 0; row < rows.count; row += 32) {
-    const int chunks = chunks_of(rows, row + lane);
-    int sum = chunks;
+#pragma unroll 1
+  for (int run = 0; run < rows.count; run += 32 * kRunsAtOnce) {
+    int of_run[kRunsAtOnce];
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int left = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += left;
+    for (int i = 0; i < kRunsAtOnce; ++i) of_run[i] = chunks_of(rows, run + 32 * i + lane);
+#pragma unroll
+    for (int i = 0; i < kRunsAtOnce; ++i) {
+      const int row = run + 32 * i, chunks = of_run[i];
+      if (row >= rows.count) break;
+      int sum = chunks;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int left = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += left;
+      }
+      const int first = lane & ~(group - 1);
+      const int begin = before + __shfl_sync(0xffffffffu, sum - chunks, first);
+      const int end = before + __shfl_sync(0xffffffffu, sum, lane | (group - 1));
+      const unsigned hits = __ballot_sync(0xffffffffu, hit(row + first, begin, end));
+      if (hits != 0) {
+        const int of = (__ffs(hits) - 1) & ~(group - 1);
+        const int there = __shfl_sync(0xffffffffu, begin, of);
+        const int mine = __shfl_sync(0xffffffffu, chunks, (of + lane) % 32);
+        return {row + of, there, lane < group ? mine : 0, true};
+      }
+      before += __shfl_sync(0xffffffffu, sum, 31);
     }
-    const int first = lane & ~(group - 1);
-    const int begin = before + __shfl_sync(0xffffffffu, sum - chunks, first);
-    const int end = before + __shfl_sync(0xffffffffu, sum, lane | (group - 1));
-    const unsigned hits = __ballot_sync(0xffffffffu, hit(row + first, begin, end));
-    if (hits != 0) {
-      const int of = (__ffs(hits) - 1) & ~(group - 1);
-      const int there = __shfl_sync(0xffffffffu, begin, of);
-      const int mine = __shfl_sync(0xffffffffu, chunks, (of + lane) % 32);
-      return {row + of, there, lane < group ? mine : 0, true};
-    }
-    before += __shfl_sync(0xffffffffu, sum, 31);
   }
   return {.found = false};
 }

@@ -361,10 +361,14 @@ struct CopyWarp : Slice<K, kChannel, kWarps> {
 
   // The group of the row, from which the row's chunks of this turn follow; not found: no more rows.
   __device__ Group find(const Turn& turn, int row) const {
+    if (row >= op.rows.count) {
+      if (lane == 0) shared.row = -1;
+      return {.found = false};
+    }
     const Group group = find_group(op.rows, turn.group, [&](int first, int begin, int) {
       return first <= row && row < first + turn.group && begin < turn.first + turn.count;
     });
-    const bool there = group.found && row < op.rows.count;
+    const bool there = group.found;
     const int first = there ? group.chunks_before(row - group.row, turn.first) : 0;
     const int end = there ? group.chunks_before(row - group.row, turn.first + turn.count) : 0;
     if (lane == 0) {
@@ -419,9 +423,9 @@ __global__ __launch_bounds__(32 * (2 * kWarps + 1), 1) void delta_state_kernel(
   const int slices = op.value_dim / (16 * kWarps), kind = threadIdx.x / (32 * kWarps);
   const Slice<K, kChannel, kWarps> slice{op, shared, int(blockIdx.x) / slices,
                                          int(blockIdx.x) % slices * 16 * kWarps};
-  wait_for_predecessor();
+  if (kind < 2) wait_for_predecessor();  // the others look for their row first
   // Not before: the next turn's tiles may be written from here on.
-  let_successor_start();
+  if (kind < 2) let_successor_start();
   // The block's rows, one after the other, from the group of the turn's first tile on. Between two
   // meetings everybody knows the row.
   const auto meet_block = [] { meet(kBlockBarrier, Shared::kThreads); };
@@ -456,9 +460,11 @@ __global__ __launch_bounds__(32 * (2 * kWarps + 1), 1) void delta_state_kernel(
     const Group start = find_group(op.rows, turn.group, [&](int, int begin, int end) {
       return begin <= turn.first && turn.first < end;
     });
-    for (int row = start.found ? start.row + int(blockIdx.y) : op.rows.count;; row += gridDim.y) {
-      row = next_long_row(op.rows, row, gridDim.y);
-      const Group group = warp.find(turn, row);
+    int row = start.found ? start.row + int(blockIdx.y) : op.rows.count;
+    row = next_long_row(op.rows, row, gridDim.y);
+    Group group = warp.find(turn, row);
+    wait_for_predecessor();
+    for (;;) {
       meet_block();
       const int first = shared.first, end = shared.end;
       if (shared.row < 0) return;
@@ -470,6 +476,8 @@ __global__ __launch_bounds__(32 * (2 * kWarps + 1), 1) void delta_state_kernel(
         warp.prefetch_gates(begin, c * kTokens, count);
         warp.copy(turn, n++, group.tile(row - group.row, c));
       }
+      row = next_long_row(op.rows, row + int(gridDim.y), gridDim.y);
+      group = warp.find(turn, row);
     }
   }
 }

@@ -1,4 +1,5 @@
 #include <climits>
+#include <optional>
 
 #include "kernels/delta_chunk_cuda.cuh"
 #include "kernels/delta_prepare_cuda.cuh"
@@ -500,9 +501,13 @@ void run(const DeltaMix& op, Context& context) {
   const bool plain = op.norm_output && !routed(op);
   // The chunk kernels norm what they answer, and know their rows when they start.
   const bool chunks = plain && !op.rows.computed && longest > kStepTokensMost;
+  if (chunks && op.rows.count > 1) Beside::fork(context);
   if (const Chunks done = chunks ? run_chunks(op, context) : Chunks{}; done.run) {
-    if (op.rows.count > 1) run_short_rows(op, context, done.left);
-    return;
+    if (op.rows.count == 1) return;
+    // Where prompts are few their kernels leave most of the machine idle.
+    std::optional<Beside> beside;
+    if (done.apart) beside.emplace(context);
+    return run_short_rows(op, context, done.left);
   }
   // Rows that an op of the step makes may be empty and long, though they are as many as the tokens.
   const bool single = longest == 1 && !op.rows.computed;

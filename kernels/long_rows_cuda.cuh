@@ -23,16 +23,26 @@ inline int likely_long_rows(const Rows& rows, int steps_most, int mean) {
 
 // By each warp for itself: the k-th row of `least` to `most` tokens; -1: there are fewer.
 __device__ inline int row_among(const Rows& rows, int k, int least, int most) {
-  for (int base = 0; base < rows.count; base += 32) {
-    const int row = base + int(threadIdx.x) % 32;
-    const int tokens = row < rows.count ? rows.begin[row + 1] - rows.begin[row] : 0;
-    uint32_t found = __ballot_sync(0xffffffffu, least <= tokens && tokens <= most);
-    const int count = __popc(found);
-    if (k < count) {
-      for (; k > 0; --k) found &= found - 1;
-      return base + __ffs(found) - 1;
+  constexpr int kRuns = 4;  // of 32 rows, asked for together
+#pragma unroll 1
+  for (int base = 0; base < rows.count; base += 32 * kRuns) {
+    int tokens[kRuns];
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) {
+      const int row = base + 32 * i + int(threadIdx.x) % 32, there = min(row, rows.count - 1);
+      const int count = rows.begin[there + 1] - rows.begin[there];
+      tokens[i] = row == there ? count : 0;
     }
-    k -= count;
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) {
+      uint32_t found = __ballot_sync(0xffffffffu, least <= tokens[i] && tokens[i] <= most);
+      const int count = __popc(found);
+      if (k < count) {
+        for (; k > 0; --k) found &= found - 1;
+        return base + 32 * i + __ffs(found) - 1;
+      }
+      k -= count;
+    }
   }
   return -1;
 }

@@ -158,6 +158,39 @@ TEST_F(CudaPrefill, ManyTurns) {
                            out * sizeof(float)));  // what no row writes is no number
 }
 
+// Kernels of short rows that run beside those of long ones: where the graph of a step, which is
+// what runs from the second time on, lets them meet, or what follows begin before they are done.
+TEST_F(CudaPrefill, AsAGraphTheSame) {
+  std::vector<int32_t> lengths(40, 1);
+  for (const int32_t length : {300, 3, 1, 64, 8, 9, 1}) lengths.push_back(length);
+  const Steps steps = rows_of(lengths);
+  for (const int32_t heads : {1, 16}) {
+    Side side(cuda(), 5);
+    Program program = delta_program(side, {.name = "graph", .key_heads = heads,
+                                           .value_heads = heads, .decay_heads = heads}, steps);
+    const DeltaMix op = std::get<DeltaMix>(program[0]);
+    Linear linear{.tokens = steps.tokens(), .in = heads * 128, .parts = 1, .x = op.out};
+    linear.part[0] = side.matrix(128, heads * 128, DType::BF16);
+    linear.y = side.out(steps.tokens(), 128, "linear");
+    program.push_back(linear);
+    const auto slots = size_t(steps.slots() * op.state.stride);
+    const auto size = size_t(steps.tokens() * linear.y.stride);
+    const std::vector<float> before = side.read(op.state.data, slots);
+    std::vector<float> states, answers;
+    for (int run = 0; run < 4; ++run) {
+      side.backend().upload(op.state.data, before.data(), slots * sizeof(float));
+      side.backend().run(program);
+      if (run == 0) {
+        states = side.read(op.state.data, slots);
+        answers = side.read(linear.y.data, size);
+      } else {
+        EXPECT_EQ(side.read(op.state.data, slots), states) << heads << " heads, run " << run;
+        EXPECT_EQ(side.read(linear.y.data, size), answers) << heads << " heads, run " << run;
+      }
+    }
+  }
+}
+
 // With rounded vectors the chunk kernel of many rows leaves its answers as the Linear that follows
 // reads them; rows that take steps must be among them.
 class CudaPrefillRounded : public CudaPrefill,
