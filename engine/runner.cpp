@@ -212,7 +212,8 @@ void Runner::Impl::run(const StepShape& shape, const StepInputs& at) {
 }
 
 // Every padded shape, twice: from the second run on the backend remembers it. Then prompts of sizes
-// a quarter of an octave apart: the backend chooses between products when it first meets a size.
+// an eighth of an octave apart, large ones a quarter: the backend chooses between products when it
+// first meets a size.
 void Runner::Impl::warm_up() {
   const int32_t most = std::min(limits.slots, limits.step_tokens);
   for (int32_t rows = 1; rows <= most; ++rows) {
@@ -228,10 +229,10 @@ void Runner::Impl::warm_up() {
   int64_t rows = limits.slots;  // of prompts, each with pages of its own
   if (pages > 0) rows = std::min(rows, limits.pages / row_pages());
   const int64_t longest = std::min(int64_t(limits.step_tokens), rows * row_most());
-  for (int32_t size = kPromptsWarmed; size <= longest;) {
-    const auto quarter = int32_t(std::bit_floor(uint32_t(size)) / 4);
-    warm_up_prompts(int32_t(std::min<int64_t>(size + quarter / 2, longest)));
-    size += quarter;
+  for (int32_t size = kPromptsWarmed; size < longest;) {
+    const auto octave = int32_t(std::bit_floor(uint32_t(size)));
+    size += octave / (size < kPaddedMost ? 8 : 4);
+    warm_up_prompts(int32_t(std::min<int64_t>(size, longest)));
   }
 }
 

@@ -34,6 +34,7 @@ class MatrixProducts {
   struct Product;
   const Plan& plan(const Shape& shape, const Product& product, Context& context);
   bool supports(const Plan& plan) const;
+  void forget_matrix(const Shape& shape, const Product& product, Context& context) const;
   void find_fastest(Plan& plan, const Shape& shape, const Product& product, Context& context);
   void start(const Plan& plan, const Product& product, const void* x, bool accumulate, void* to,
              Context& context) const;
