@@ -404,11 +404,12 @@ struct Preparer {
     }
   }
 
-  // Of kPass tokens from `from` on, those behind the row's end become zero.
-  __device__ void drop_others(int from, float4 (&x)[kPass + 3]) const {
+  // Of kCount tokens from `from` on, those behind the row's end become zero.
+  template <int kCount>
+  __device__ void drop_others(int from, float4 (&x)[kCount]) const {
     if (first + kTokens <= place.count) return;
 #pragma unroll
-    for (int i = 0; i < kPass; ++i) {
+    for (int i = 0; i < kCount - 3; ++i) {
       if (!valid(from + i)) x[i] = zero4();
     }
   }

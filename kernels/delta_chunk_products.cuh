@@ -11,13 +11,13 @@ struct PanelLane {
   uint32_t piece;  // times 16 bytes
 
   // Of the left operand, or, transposed, of two neighbouring right ones whose rows are tokens.
-  __device__ static PanelLane of_a(const half* panels) {
-    const int lane = threadIdx.x % 32, t = lane % 16;
+  __device__ static PanelLane of_a(const half* panels, int lane = threadIdx.x % 32) {
+    const int t = lane % 16;
     return {shared_address(panels + t * 64), uint32_t((lane / 16 ^ t % 8) * 16)};
   }
   // Of two neighbouring right operands whose columns are tokens.
-  __device__ static PanelLane of_b(const half* panels) {
-    const int lane = threadIdx.x % 32, t = lane % 8 + lane / 16 * 8;
+  __device__ static PanelLane of_b(const half* panels, int lane = threadIdx.x % 32) {
+    const int t = lane % 8 + lane / 16 * 8;
     return {shared_address(panels + t * 64), uint32_t((lane / 8 % 2 ^ t % 8) * 16)};
   }
   // The fragment from this token (a multiple of 16) and channel (likewise) on.

@@ -1,5 +1,5 @@
 #pragma once
-#include "kernels/delta_chunk_state.cuh"
+#include "kernels/delta_chunk_row_decays.cuh"
 #include "kernels/long_rows_cuda.cuh"
 
 // Both kernels in one, for heads of 128 x 128 and many rows: a block does all chunks of a row for
@@ -9,139 +9,8 @@
 //
 // Floor of a chunk, scalar decay: 164 KB that must move, 9,000 cycles of a multiprocessor's share
 // of a copy; 5.2 million products, 2,500 cycles; 24,000 warp instructions, 6,000 cycles. Per
-// channel: 196 KB and 10,700 cycles (Gated DeltaNet-2 260 KB), 38,000 warp instructions.
+// channel: 196 KB and 10,700 cycles (Gated DeltaNet-2 260 KB), 41,000 warp instructions.
 namespace weir::cuda::chunk {
-
-constexpr int kRowWarps = 8;  // of either kind
-constexpr int kRowThreads = 2 * 32 * kRowWarps;
-// All begin with 128 registers.
-constexpr int kRowPreparerRegisters = 88, kRowStateRegisters = 168;
-constexpr int kNormBarrier = 2;
-
-template <bool kChannel>
-struct RowShared {
-  using Shop = Workshop<128, kChannel>;
-  // Prepared chunks. Per channel there is room for one: while the state uses it, values and decays
-  // of the next are made.
-  static constexpr int kStages = kChannel ? 1 : 2;
-  static constexpr int kRawTokens = kTokens + 3;  // with the convolution's past
-  static constexpr int kTurnedPitch = 20;
-  struct alignas(1024) Stage {
-    Image<128, kChannel> image;
-  };
-  Stage stage[kStages];
-  alignas(1024) half v[kTokens * 128];               // times beta; panels, as keys
-  // Raw projections: queries, keys and values; per channel values and then queries, and keys.
-  alignas(128) float raw[kChannel ? 2 : 3][kRawTokens * 128];
-  alignas(16) float taps[3][4][128];                 // by age, oldest first
-  alignas(16) float turned[kRowWarps][8 * kTurnedPitch];
-  float squares[2][kRowWarps][32];
-  alignas(16) float diagonal[4][kBlock * Shop::kDiagonalPitch];  // per channel also the runs' sums
-  alignas(128) float logs[kStages][kChannel ? kTokens * Shop::kLogPitch : kTokens];
-  float beta[2][kTokens];
-  uint64_t raw_full[3], values_read, decays_full;    // barriers
-  uint64_t full[kStages], empty[kStages], values_empty, gates_full[2];
-
-  __device__ void init() {
-    for (uint64_t& one : raw_full) barrier_init(shared_address(&one), 1);
-    barrier_init(shared_address(&values_read), kRowWarps);
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(shared_address(&full[i]), kRowWarps);
-      barrier_init(shared_address(&empty[i]), kRowWarps);
-    }
-    barrier_init(shared_address(&values_empty), kRowWarps);
-    barrier_init(shared_address(&decays_full), 1);
-    for (uint64_t& one : gates_full) barrier_init(shared_address(&one), 1);
-    barrier_init_done();
-  }
-  __device__ float* raw_of(int which) { return kChannel ? raw[which % 2] : raw[which]; }
-};
-
-// What Preparer and Products work in.
-template <bool kChannel>
-struct RowShop {
-  using Shop = Workshop<128, kChannel>;
-  Image<128, kChannel>& image;
-  float (&diagonal)[4][kBlock * Shop::kDiagonalPitch];
-  float (&logs)[kChannel ? kTokens * Shop::kLogPitch : kTokens];
-  float (&beta)[kTokens];
-  float* run_sums;
-};
-
-// The raw projections of all tokens, queries, keys and values, in boxes of kRawTokens tokens and
-// 128 channels; the decays' logits, where each channel has its own, in boxes as `logs` has rows.
-struct RowMaps {
-  CUtensorMap map[3], decays;
-};
-// Where answers go besides or instead of op.out: rounded, [tokens, value_heads * 128], for the
-// Linear that follows; null: nowhere.
-struct RowOutput {
-  __nv_bfloat16* rounded = nullptr;
-  bool exact = true;  // also op.out
-};
-
-// What all warps of a block know.
-template <bool kChannel>
-struct RowPart {
-  const DeltaMix& op;
-  const RowMaps& maps;
-  const RowOutput& output;
-  RowShared<kChannel>& shared;
-  Place place;
-  int value;  // the slice's first, within the head
-
-  // The slice's first channel of one of the projections.
-  __device__ int first_of(int which) const {
-    return which < 2 ? place.key_head * 128 : place.value_head * op.value_dim + value;
-  }
-  __device__ int chunks() const { return (place.count + kTokens - 1) / kTokens; }
-  __device__ int stage_of(int n) const { return n % RowShared<kChannel>::kStages; }
-  __device__ int turn_of(int n) const { return n / RowShared<kChannel>::kStages; }
-  // Until the state needs no more of what lay where chunk n will.
-  __device__ void await_stage(int n) const {
-    if (turn_of(n) > 0) wait_for(&shared.empty[stage_of(n)], turn_of(n) - 1);
-  }
-  __device__ RowShop<kChannel> shop_of(int n) const {
-    return {shared.stage[stage_of(n)].image, shared.diagonal, shared.logs[stage_of(n)],
-            shared.beta[n % 2], shared.diagonal[0]};
-  }
-  // What follows from these is computed again from here on: the compiler would keep it, all the
-  // addresses of a chunk, in registers that it does not have.
-  __device__ void forget() {
-    for (int* x : {&place.key_head, &place.value_head, &place.decay_head, &place.begin, &value}) {
-      asm volatile("" : "+r"(*x));
-    }
-  }
-};
-
-// Raw projections and decays in shared memory.
-template <bool kChannel>
-struct SharedSource : RowPart<kChannel> {
-  template <int kCount>
-  __device__ void convolved(int which, int token, int channel, float4 (&x)[kCount + 3]) const {
-    auto& shared = this->shared;
-    const float* const raw = shared.raw_of(which) + token * 128 + channel;
-#pragma unroll
-    for (int j = 0; j < kCount + 3; ++j) x[j] = load4(raw + j * 128);
-    Taps taps{.bias = zero4()};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) taps.age[j] = load4(&shared.taps[which][j][channel]);
-    const float* const bias = which == 0   ? this->op.conv_q_bias
-                              : which == 1 ? this->op.conv_k_bias
-                                           : this->op.conv_v_bias;
-    if (bias != nullptr) taps.bias = load4(bias + this->first_of(which) + channel);
-    apply_taps<kCount>(taps, x);
-  }
-  // The decays' logits lie where L will.
-  template <int kCount>
-  __device__ void decays(int token, int channel, float4 (&x)[kCount]) const {
-    constexpr int kPitch = Workshop<128, kChannel>::kLogPitch;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      x[i] = load4(&this->shared.logs[0][(token + i) * kPitch + channel]);
-    }
-  }
-};
 
 // The warps that prepare: each has eight tokens of a chunk.
 template <bool kChannel>
@@ -149,7 +18,7 @@ struct RowPreparer : RowPart<kChannel> {
   using Part = RowPart<kChannel>;
   using Part::op, Part::maps, Part::place, Part::shared, Part::value, Part::chunks;
   static constexpr int kPass = kChannel ? 4 : 8;  // tokens at one time
-  static constexpr int kBringer = 6 * 32;    // of the threads; its warp has few products
+  static constexpr int kBringer = 7 * 32;    // of the threads; its warp has few products
   int warp = threadIdx.x / 32, channel = threadIdx.x % 32 * 4;
 
   __device__ RowPreparer(const Part& part) : Part(part) {}
@@ -204,48 +73,30 @@ struct RowPreparer : RowPart<kChannel> {
     meet_preparers();
   }
 
-  // What is read where it is, on its way to the L2 cache: 128 numbers of each of a chunk's tokens.
-  __device__ void prefetch(const Acts& acts, int64_t column, int n) const {
-    const int t = n * kTokens + int(threadIdx.x) / 4;
-    if (acts.data == nullptr || t >= place.count) return;
-    prefetch_line(at(acts, place.begin + t) + column + threadIdx.x % 4 * 32);
-  }
-  __device__ void prefetch_all(int n) const {
-    const int64_t values = int64_t(place.value_head) * op.value_dim + value;
-    if (op.value_dim == 128) prefetch(op.gate, values, n);
-    if constexpr (kChannel) {
-      prefetch(op.erase, int64_t(place.key_head) * 128, n + 1);
-      prefetch(op.write, values, n + 1);
-    }
-  }
-
-  // Values, convolved, activated and times beta or the write gate.
-  template <typename Preparer>
+  // Values, convolved, activated and times beta or the write gate, kCount tokens at one time.
+  template <int kCount, typename Preparer>
   __device__ void values(const Preparer& preparer, int n) const {
     if (n > 0) wait_for(&shared.values_empty, n - 1);
 #pragma unroll 1
-    for (int from = 8 * warp; from < 8 * warp + 8; from += kPass) {
-      float4 x[kPass + 3], logit[kPass];
-      if (kChannel && op.write.data != nullptr) {  // well before it is needed
-        gather<kPass>(op.write, place, preparer.first + from,
-                      int64_t(place.value_head) * op.value_dim + value + channel, logit);
-      }
-      preparer.source.template convolved<kPass>(2, from, channel, x);
+    for (int from = 8 * warp; from < 8 * warp + 8; from += kCount) {
+      float4 x[kCount + 3];
+      preparer.source.template convolved<kCount>(2, from, channel, x);
 #pragma unroll
-      for (int i = 0; i < kPass; ++i) x[i] = each(x[i], fast_silu);
-      if (kChannel && op.write.data != nullptr) {
+      for (int i = 0; i < kCount; ++i) x[i] = each(x[i], fast_silu);
+      if constexpr (kCount == 4) {
+        float4 logit[kCount];
+        preparer.source.take_gates(logit);
 #pragma unroll
-        for (int i = 0; i < kPass; ++i) {
-          x[i] = times(x[i], each(logit[i], fast_sigmoid));
-        }
+        for (int i = 0; i < kCount; ++i) x[i] = times(x[i], each(logit[i], fast_sigmoid));
+        preparer.source.ask_gates(n, from % 8 == 0 ? 1 : 2);
       } else {
 #pragma unroll
-        for (int i = 0; i < kPass; ++i) x[i] = scaled(x[i], shared.beta[n % 2][from + i]);
+        for (int i = 0; i < kCount; ++i) x[i] = scaled(x[i], shared.beta[n % 2][from + i]);
       }
       preparer.drop_others(from, x);
       const PanelRun at(from, channel);
 #pragma unroll
-      for (int i = 0; i < kPass; ++i) store_halves(&shared.v[at[i]], x[i]);
+      for (int i = 0; i < kCount; ++i) store_halves(&shared.v[at[i]], x[i]);
     }
   }
 
@@ -255,15 +106,19 @@ struct RowPreparer : RowPart<kChannel> {
   }
   __device__ void run() {
     for (int which = 2; which >= (kChannel ? 1 : 0); --which) bring(which, 0);
+    if constexpr (kChannel) {
+      bring_decays(0);
+      SharedSource<true>{*this}.ask_gates(0, 0);
+      clear_once(shared);
+    }
     keep_taps();
 #pragma unroll 1
     for (int n = 0; n < chunks(); ++n) {
       Part::forget();
       RowShop<kChannel> shop = Part::shop_of(n);
-      prefetch_all(n);
+      if (!kChannel) Part::prefetch_all(n);
       if constexpr (kChannel) {
         chunk_by_channel(n, preparer(n, shop));
-        Products<128, true, RowShop<true>>{shop}.channel();
       } else {
         chunk_by_head(n, preparer(n, shop));
         Products<128, false, RowShop<false>>{shop}.scalar();
@@ -288,7 +143,7 @@ struct RowPreparer : RowPart<kChannel> {
     bring_next(1, n);
     await_raw(2, n);
     wait_for(&shared.gates_full[n % 2], n / 2);
-    values(preparer, n);
+    values<8>(preparer, n);
     warp_arrive(&shared.values_read);
     if (threadIdx.x == kBringer) wait_for(&shared.values_read, n);
     bring_next(2, n);
@@ -297,25 +152,36 @@ struct RowPreparer : RowPart<kChannel> {
   // Values and queries share a place for what is raw.
   template <typename Preparer>
   __device__ void chunk_by_channel(int n, const Preparer& preparer) const {
-    if (n > 0) meet_preparers();  // all have read the last chunk's decays
-    bring_decays(n);
     await_raw(2, n);
     wait_for(&shared.gates_full[n % 2], n / 2);
-    values(preparer, n);
+    if (op.write.data != nullptr) {
+      values<4>(preparer, n);
+    } else {
+      values<8>(preparer, n);
+    }
+    warp_arrive(&shared.values_read);
     if (op.decay == Decay::PerChannel) wait_for(&shared.decays_full, n);
-    typename Preparer::RunLogs g;
-    preparer.channel_logs(g);
+    using Decays = RowDecays<Preparer>;
+    float4 sum = zero4();
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      Decays{op, shared, preparer, n}.make(half, sum);
+      if (half != 0) break;
+      if (threadIdx.x == kBringer) wait_for(&shared.values_read, n);  // the slowest are by now
+      bring(0, n);
+    }
     meet_preparers();
-    bring(0, n);
-    preparer.join_logs(g);
+    Decays{op, shared, preparer, n}.keep_factors();
     Part::await_stage(n);
     await_raw(1, n);
-    preparer.keys(1);
     await_raw(0, n);
-    preparer.keys(0);
+    Decays{op, shared, preparer, n}.keys_and_queries();
+    publish_to_copy_engine();  // which overwrites what this warp wrote over its decays
     meet_preparers();
+    bring_next(2, n);  // what is needed first
+    if (n + 1 < chunks()) bring_decays(n + 1);
     bring_next(1, n);
-    bring_next(2, n);
+    Decays{op, shared, preparer, n}.products();
   }
 };
 
@@ -328,7 +194,7 @@ struct RowState : RowPart<kChannel> {
   int warp = threadIdx.x / 32 % kRowWarps, lane = threadIdx.x % 32;
   int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;  // row and column of a fragment
   float S[16][4];  // [value, key]
-  float O[4][4];   // [value, token], of half a chunk
+  using Answers = float[4][4];  // [value, token], of half a chunk
 
   __device__ RowState(const Part& part) : Part(part) {}
 
@@ -435,7 +301,7 @@ struct RowState : RowPart<kChannel> {
   }
 
   // Half h of the chunk's answers.
-  __device__ void answer(const Image& in, int h, uint32_t (&U)[4][4]) {
+  __device__ void answer(const Image& in, int h, uint32_t (&U)[4][4], Answers& O) const {
     ask_state(O, in.q + h * 32 * 64);
     if (!kChannel) {
 #pragma unroll
@@ -449,7 +315,7 @@ struct RowState : RowPart<kChannel> {
   }
 
   // O's fragments as the lane's y[i]: through shared memory, eight tokens at a time.
-  __device__ void transpose(float4 (&y)[4]) const {
+  __device__ void transpose(const Answers& O, float4 (&y)[4]) const {
     constexpr int kPitch = RowShared<kChannel>::kTurnedPitch;
     float* const turned = shared.turned[warp];
 #pragma unroll
@@ -493,9 +359,9 @@ struct RowState : RowPart<kChannel> {
     }
   }
 
-  __device__ void write(int h, int first, const float4 (&gates)[4]) const {
+  __device__ void write(int h, int first, const Answers& O, const float4 (&gates)[4]) const {
     float4 y[4];
-    transpose(y);
+    transpose(O, y);
     if (normalises()) norm(h, y, gates);
     first += lane / 4;
     const int left = place.count - first;
@@ -530,15 +396,25 @@ struct RowState : RowPart<kChannel> {
       Part::forget();
       if (warp == 0 && n + 1 < chunks()) gates(n + 1);
       const Image& in = shared.stage[Part::stage_of(n)].image;
-      wait_for(&shared.full[Part::stage_of(n)], Part::turn_of(n));
+      if (kChannel) Part::prefetch_all(n);
+      if constexpr (kChannel) {
+        sleep_for(&shared.full[Part::stage_of(n)], Part::turn_of(n));
+        reach_ends(shared, n);
+      } else {
+        wait_for(&shared.full[Part::stage_of(n)], Part::turn_of(n));
+      }
       uint32_t U[4][4];
       float4 gates[4];
       solve(in, U);
+      Answers O[kChannel ? 2 : 1];
       load_gates(n * kTokens, gates);
-      answer(in, 0, U);
-      write(0, n * kTokens, gates);
-      load_gates(n * kTokens + 32, gates);
-      answer(in, 1, U);
+      answer(in, 0, U, O[0]);
+      // Where there is room for one prepared chunk only, it is soon left to the next.
+      if (!kChannel) {
+        write(0, n * kTokens, O[0], gates);
+        load_gates(n * kTokens + 32, gates);
+      }
+      answer(in, 1, U, O[kChannel]);
       if (!kChannel) keep(in, U);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
@@ -547,7 +423,11 @@ struct RowState : RowPart<kChannel> {
       }
       advance_by<128, kRowWarps>(S, kChannel ? in.end : in.k, U);
       warp_arrive(&shared.empty[Part::stage_of(n)]);
-      write(1, n * kTokens + 32, gates);
+      if (kChannel) {
+        write(0, n * kTokens, O[0], gates);
+        load_gates(n * kTokens + 32, gates);
+      }
+      write(1, n * kTokens + 32, O[kChannel], gates);
     }
     store(state);
   }
@@ -569,11 +449,11 @@ __global__ __launch_bounds__(kRowThreads, 1) void delta_row_kernel(
   const int head = int(blockIdx.x) / slices, value = int(blockIdx.x) % slices * 128;
   // Both kinds find their place themselves: what they shared would take registers from one of them.
   if (threadIdx.x < kPreparers) {
-    give_up_registers<kRowPreparerRegisters>();
+    give_up_registers<kRowPreparerRegisters<kChannel>>();
     const Place place = place_of(op, row, head);
     RowPreparer<kChannel>({op, maps, output, shared, place, value}).run();
   } else {
-    take_registers<kRowStateRegisters>();
+    take_registers<kRowStateRegisters<kChannel>>();
     const Place place = place_of(op, row, head);
     float* const state = at(op.state, op.rows.slot[row]);
     RowState<kChannel>({op, maps, output, shared, place, value}).run(state);

@@ -33,8 +33,7 @@ SplitVectors start_rows(const DeltaMix& op, Context& context) {
                 map_of(op.k, keys, 128, kRaw, tokens, context),
                 map_of(op.v, values, 128, kRaw, tokens, context)}};
   if (op.decay == Decay::PerChannel) {
-    maps.decays = map_of(op.decay_in, op.decay_heads * op.key_dim, Workshop<128, true>::kLogPitch,
-                          kTokens, tokens, context);
+    maps.decays = map_of(op.decay_in, op.decay_heads * 128, 128, kTokens, tokens, context);
   }
   RowOutput output;
   SplitVectors left;

@@ -55,6 +55,21 @@ __device__ inline void warp_arrive(uint64_t* barrier) {
 __device__ inline void wait_for(const uint64_t* barrier, int phase) {
   barrier_wait(shared_address(barrier), uint32_t(phase) & 1);
 }
+// The same by warps that wait for long: asleep, so that they take no time from those that work.
+__device__ inline void sleep_for(const uint64_t* barrier, int phase) {
+#if __CUDA_ARCH__ >= 900
+  constexpr uint32_t kNanoseconds = 10000000;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(uint32_t(phase) & 1), "r"(kNanoseconds)
+      : "memory");
+#endif
+}
 
 // What both kinds of warps know.
 template <int K, bool kChannel, int kWarps>
