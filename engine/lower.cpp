@@ -238,7 +238,9 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
   WEIR_CHECK(spec.layers.size() == weights.layers.size());
   Program program;
   const int32_t tokens = shape.tokens;
-  const Rows rows{shape.rows, tokens, arrays.slot, arrays.first, arrays.begin};
+  const Rows rows{.count = shape.rows, .tokens = tokens, .slot = arrays.slot,
+                  .first = arrays.first, .begin = arrays.begin, .singles = shape.singles,
+                  .longer = shape.longer};
   Residual residual(spec, tokens, workspace, program);
   const Acts normed = workspace.take(tokens, spec.dim);
   program.push_back(Embed{.tokens = tokens,

@@ -10,6 +10,7 @@ namespace weir {
 // The sizes of one step.
 struct StepShape {
   int32_t rows = 0, tokens = 0, outputs = 0;
+  int32_t singles = -1, longer = -1;  // as Rows has them; where all rows have one token: -1
   bool operator==(const StepShape&) const = default;
 };
 

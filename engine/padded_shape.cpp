@@ -24,7 +24,12 @@ StepShape mixed(const StepShape& shape, int32_t step_tokens) {
   const int32_t part = std::max(16, int32_t(std::bit_floor(uint32_t(tokens)) / 8));
   const int32_t most = std::min(round_up(tokens, part), step_tokens);
   const int32_t outputs = std::max(rows, round_up(shape.outputs, kStepPadding));
-  return {rows, most, shape.outputs == 0 ? 0 : std::min(outputs, most)};
+  StepShape padded{rows, most, shape.outputs == 0 ? 0 : std::min(outputs, most)};
+  if (shape.longer > kLongerMany) {
+    padded.longer = rows;
+    if (shape.singles == 0) padded.singles = 0;
+  }
+  return padded;
 }
 
 }  // namespace

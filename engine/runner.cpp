@@ -17,7 +17,8 @@ namespace {
 struct ShapeHash {
   size_t operator()(const StepShape& shape) const {
     const size_t both = size_t(shape.rows) * 0x9E3779B97F4A7C15ull + size_t(shape.tokens);
-    return both * 0x9E3779B97F4A7C15ull + size_t(shape.outputs);
+    const size_t all = both * 0x9E3779B97F4A7C15ull + size_t(shape.outputs);
+    return all * 0x9E3779B97F4A7C15ull + size_t(shape.singles) * 65537 + size_t(shape.longer);
   }
 };
 
@@ -27,7 +28,7 @@ struct Lowered {
 };
 
 // Programs are cheap to make again; the cache only has to hold what a busy hour repeats.
-constexpr size_t kProgramsKept = 512;
+constexpr size_t kProgramsKept = 1024;
 
 // Tokens of the smallest step of prompts that is tried at the start.
 constexpr int32_t kPromptsWarmed = 128;
@@ -47,6 +48,21 @@ size_t input_bytes(const Limits& limits) {
 }
 size_t answer_bytes(const Limits& limits) { return StepOutputs(limits.step_tokens).layout.bytes(); }
 size_t token_bytes(const Limits& limits) { return size_t(limits.step_tokens) * sizeof(Token); }
+
+StepShape shape_of(const StepBatch& batch) {
+  StepShape shape{int32_t(batch.rows.size()), int32_t(batch.tokens.size()),
+                  int32_t(batch.outputs.size())};
+  if (shape.rows == shape.tokens) return shape;
+  shape.singles = shape.longer = 0;
+  for (int32_t r = 0; r < shape.rows; ++r) {
+    if (batch.rows[size_t(r)].count == 1) {
+      shape.singles = r + 1;
+    } else {
+      ++shape.longer;
+    }
+  }
+  return shape;
+}
 
 int64_t workspace_floats(const ModelSpec& spec, const Limits& limits) {
   // One output less, and outputs are picked within the last layer, where they take other room.
@@ -250,7 +266,7 @@ void Runner::Impl::warm_up_prompts(int32_t tokens) {
   }
   batch.outputs.push_back({.token = tokens - 1, .position = batch.rows.back().count,
                            .sampling = {.temperature = 0}});
-  const StepShape shape{int32_t(batch.rows.size()), tokens, 1};
+  const StepShape shape = shape_of(batch);
   const StepInputs at(shape, pages);
   fill_rows(batch, at);
   fill_outputs(batch, at);
@@ -330,8 +346,7 @@ size_t Runner::steps_out() const {
 void Runner::begin(const StepBatch& batch) {
   Impl& self = *impl_;
   WEIR_CHECK(self.steps_begun - self.steps_finished < steps_out());
-  const StepShape shape{int32_t(batch.rows.size()), int32_t(batch.tokens.size()),
-                        int32_t(batch.outputs.size())};
+  const StepShape shape = shape_of(batch);
   const StepShape padded =
       self.backend.remembers_programs() ? padded_shape(shape, self.limits) : shape;
   const StepInputs at(padded, self.pages);

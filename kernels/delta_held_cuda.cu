@@ -1,5 +1,6 @@
 #include "kernels/delta_channel_cuda.cuh"
 #include "kernels/delta_stream_cuda.cuh"
+#include "kernels/long_rows_cuda.cuh"
 #include "kernels/vector_cuda.cuh"
 
 namespace weir::cuda {
@@ -366,7 +367,8 @@ void start(const DeltaMix& op, Context& context) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(landing)));
   const int group = op.value_heads / op.key_heads;
   launch(context,
-         {.grid = dim3(kSharing == Sharing::Turns ? op.key_heads : op.value_heads, op.rows.count),
+         {.grid = dim3(kSharing == Sharing::Turns ? op.key_heads : op.value_heads,
+                       single_rows(op.rows)),
           .block = dim3(kThreads), .shared = landing,
           .cluster = kSharing == Sharing::Cluster ? group : 1},
          kernel, op, split, context.fresh_state,

@@ -480,7 +480,7 @@ void run_short_rows(const DeltaMix& op, Context& context, const SplitVectors& sp
   if (op.rows.count * op.value_heads < kHeldHeads || !holds(op, context)) {
     return run_steps(op, context, split, kStepTokensMost);
   }
-  run_held(op, context);
+  if (single_rows(op.rows) > 0) run_held(op, context);
   if (split.high == nullptr) context.next_split = {};
   run_few(op, context, split);
 }

@@ -11,14 +11,21 @@ namespace weir::cuda {
 
 // How many there are, at most.
 inline int most_long_rows(const Rows& rows, int steps_most) {
-  return std::clamp(rows.tokens / (steps_most + 1), 1, rows.count);
+  const int most = std::clamp(rows.tokens / (steps_most + 1), 1, rows.count);
+  return rows.longer < 0 ? most : std::clamp(rows.longer, 1, most);
 }
 
-// How many there are as a rule: all, or, if rows have fewer than `mean` tokens in the mean, few
-// prompts among rows that decode.
+// How many there are as a rule, where nothing is known: all, or, if rows have fewer than `mean`
+// tokens in the mean, few prompts among rows that decode.
 inline int likely_long_rows(const Rows& rows, int steps_most, int mean) {
+  if (rows.longer >= 0) return most_long_rows(rows, steps_most);
   const bool mixed = rows.tokens / rows.count < mean;
   return mixed ? std::clamp(rows.tokens / 1024, 1, rows.count) : most_long_rows(rows, steps_most);
+}
+
+// Among how many first rows all those of one token are.
+inline int single_rows(const Rows& rows) {
+  return rows.singles < 0 ? rows.count : std::min(rows.singles, rows.count);
 }
 
 // By each warp for itself: the k-th row of `least` to `most` tokens; -1: there are fewer.

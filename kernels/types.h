@@ -43,6 +43,9 @@ struct Rows {
   const int32_t* first = nullptr;   // [count] position of the first token; 0: from a zero state
   const int32_t* begin = nullptr;   // [count + 1]
   bool computed = false;            // an op of the same step writes first and begin
+  // What the host knows of the rows that sequences fill; -1: nothing.
+  int32_t singles = -1;             // those of one token are among so many first ones
+  int32_t longer = -1;              // so many have more than one token, at most
 };
 
 // Where one op's part of the slots lies: slot s's part begins at data + s * stride (floats).

@@ -41,7 +41,8 @@ struct Step {
                      .logprob = put(std::vector<float>(count)),
                      .top_token = put(std::vector<Token>(count * Sample::kTop)),
                      .top_logprob = put(std::vector<float>(count * Sample::kTop))};
-    const StepShape shape{batch, batch * each, batch};
+    StepShape shape{batch, batch * each, batch};
+    if (each > 1) shape.singles = 0, shape.longer = batch;
     Workspace measure;
     lower(model.spec, model.weights, &pool, limits, arrays, shape, measure);
     // Random numbers also where a backend writes none: products with zeros take less power.

@@ -12,9 +12,10 @@ constexpr double kTolerance = 1e-3;
 
 class CudaOuterPrefill : public CudaTest {
  protected:
-  static void check(const OuterCase& c, const std::vector<int32_t>& lengths = kMixed) {
+  static void check(const OuterCase& c, const std::vector<int32_t>& lengths = kMixed,
+                    bool known = false) {
     same("adding prefill, " + c.name + ", " + std::to_string(lengths.size()) + " rows", kTolerance,
-         [&](Side& side) { return outer_program(side, c, rows_of(lengths)); });
+         [&](Side& side) { return outer_program(side, c, rows_of(lengths, known)); });
   }
 };
 
@@ -49,10 +50,12 @@ TEST_P(CudaOuterKind, FewPromptsAmongManyDecodingRows) {
                                     {70, 600}, {100, 40}}) {
     lengths[size_t(row)] = length;
   }
-  check(small(), lengths);
   std::vector<int32_t> one(101, 1);
   one[99] = 70;
-  check(small(), one);
+  for (const bool known : {false, true}) {
+    check(small(), lengths, known);
+    check(small(), one, known);
+  }
 }
 
 // What a wrong tail, or a wrong token at the edge of a chunk or tile, breaks.

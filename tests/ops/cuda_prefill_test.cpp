@@ -13,9 +13,11 @@ constexpr double kTolerance = 1.5e-3;
 
 class CudaPrefill : public CudaTest {
  protected:
-  static void check(const DeltaCase& c, const std::vector<int32_t>& lengths = kMixed) {
-    same("prefill, " + c.name + ", " + std::to_string(lengths.size()) + " rows", kTolerance,
-         [&](Side& side) { return delta_program(side, c, rows_of(lengths)); });
+  static void check(const DeltaCase& c, const std::vector<int32_t>& lengths = kMixed,
+                    bool known = false) {
+    same("prefill, " + c.name + ", " + std::to_string(lengths.size()) + " rows" +
+             (known ? ", known" : ""), kTolerance,
+         [&](Side& side) { return delta_program(side, c, rows_of(lengths, known)); });
   }
 };
 
@@ -120,6 +122,22 @@ TEST_F(CudaPrefill, AmongDecodingRowsOfSharedKeys) {
   check({.name = "4 value heads a key head", .key_heads = 1, .value_heads = 4, .decay_heads = 4},
         between());
 }
+
+// Where the host knows how many rows are of one token and of more, kernels start fewer blocks: one
+// that is missing, or that waits for a row that is none. Short prompts alone, after rows that
+// decode, and before one.
+class CudaPrefillKnown : public CudaPrefill, public testing::WithParamInterface<DeltaCase> {};
+TEST_P(CudaPrefillKnown, EveryMixture) {
+  const std::vector<int32_t> prompts(40, 16);
+  std::vector<int32_t> after(20, 1), before = prompts;
+  for (int32_t i = 0; i < 30; ++i) after.push_back(i % 5 == 1 ? 3 : 9 + i);
+  before.push_back(1);
+  DeltaCase c = GetParam();
+  for (const auto& lengths : {prompts, after, before, between()}) check(c, lengths, true);
+  c.key_heads = c.value_heads = c.decay_heads = 16;
+  check(c, {1, 1, 0, 1, 16, 17, 9, 0, 64, 16, 16, 2}, true);
+}
+INSTANTIATE_TEST_SUITE_P(Kinds, CudaPrefillKnown, testing::ValuesIn(kinds()));
 
 // More chunks than the scratch memory has room for (384 MB, 39 KB for a chunk of a head here): rows
 // begin in one turn and end in a later one, in groups whose rows have different lengths. What a row

@@ -12,9 +12,10 @@ constexpr double kTolerance = 1e-3;
 
 class CudaSwilaPrefill : public CudaTest {
  protected:
-  static void check(const SwilaCase& c, const std::vector<int32_t>& lengths = kMixed) {
+  static void check(const SwilaCase& c, const std::vector<int32_t>& lengths = kMixed,
+                    bool known = false) {
     same("prefill, " + c.name() + ", " + std::to_string(lengths.size()) + " rows", kTolerance,
-         [&](Side& side) { return swila_program(side, c, rows_of(lengths)); });
+         [&](Side& side) { return swila_program(side, c, rows_of(lengths, known)); });
   }
   static void check_slices(bool gated);
 };
@@ -67,6 +68,7 @@ TEST_F(CudaSwilaPrefill, PromptsAmongDecodingRows) {
   for (const SwilaCase& c : variants()) {
     if (c.dt_shift != 0) continue;
     for (const auto& lengths : {last, between}) check(c, lengths);
+    check(c, between, true);
   }
 }
 

@@ -30,7 +30,9 @@ TEST(PaddedShape, FitsAStepAndLosesNothing) {
     const int32_t rows = chance.pick(1, limits.slots);
     const int32_t most = std::min(limits.step_tokens, rows + chance.pick(0, 1500));
     const int32_t tokens = chance.pick(rows, most);
-    const StepShape shape{rows, tokens, chance.pick(0, tokens)};
+    const int32_t longer = tokens > rows ? chance.pick(1, std::min(rows, tokens - rows)) : -1;
+    const int32_t singles = tokens > rows ? (longer == rows ? 0 : chance.pick(1, rows)) : -1;
+    const StepShape shape{rows, tokens, chance.pick(0, tokens), singles, longer};
     const StepShape padded = padded_shape(shape, limits);
     ASSERT_GE(padded.rows, rows);
     ASSERT_LE(padded.rows, limits.slots + kStepPadding);
@@ -40,6 +42,9 @@ TEST(PaddedShape, FitsAStepAndLosesNothing) {
     ASSERT_GE(padded.tokens - tokens, padded.rows - rows);  // a token a row of padding at least
     ASSERT_TRUE(padded.tokens == tokens || padded.rows > rows);
     ASSERT_TRUE(shape.outputs > 0 || padded.outputs == 0);
+    // What is known of the rows stays true, or is forgotten.
+    ASSERT_TRUE(padded.longer == -1 || padded.longer >= longer);
+    ASSERT_TRUE(padded.singles == -1 || padded.singles >= singles);
     padded_steps += padded == shape ? 0 : 1;
   }
   EXPECT_GT(padded_steps, 50'000);
@@ -49,17 +54,19 @@ TEST(PaddedShape, FitsAStepAndLosesNothing) {
 TEST(PaddedShape, AreFewUnderLoad) {
   const Limits limits{.slots = 128, .step_tokens = 512, .padding = kStepPadding};
   Chance chance;
-  std::set<std::tuple<int32_t, int32_t, int32_t>> shapes;
+  std::set<std::tuple<int32_t, int32_t, int32_t, int32_t>> shapes;
   for (int i = 0; i < 100'000; ++i) {
     const int32_t decoding = chance.pick(1, 127), prompts = chance.pick(1, 128 - decoding);
     const int32_t most = limits.step_tokens - limits.padding - decoding;
     const int32_t tokens = chance.pick(std::min(2 * prompts, most), most);
     const int32_t ended = chance.pick(0, prompts);
-    const StepShape padded =
-        padded_shape({decoding + prompts, decoding + tokens, decoding + ended}, limits);
-    shapes.emplace(padded.rows, padded.tokens, padded.outputs);
+    const StepShape padded = padded_shape({decoding + prompts, decoding + tokens,
+                                           decoding + ended, decoding, prompts}, limits);
+    ASSERT_TRUE(padded.longer == -1 || padded.longer >= prompts);
+    ASSERT_EQ(padded.singles, -1);
+    shapes.emplace(padded.rows, padded.tokens, padded.outputs, padded.longer);
   }
-  EXPECT_LE(shapes.size(), 400u);  // a runner keeps 512 programs; unpadded there are 90,000
+  EXPECT_LE(shapes.size(), 640u);  // a runner keeps 1,024 programs; unpadded there are 90,000
 }
 
 TEST(PaddedShape, APromptByItselfAndLargeStepsAreLeftAlone) {
