@@ -193,13 +193,15 @@ void lower_layer(const LayerSpec& spec, const LayerWeights& weights, Residual& r
   workspace.release(before);
 }
 
-// Logits of the wanted tokens, and what is drawn from them. is_picked: the residual is theirs only.
+// Logits of the wanted tokens, and what is drawn from them. is_picked: the residual is theirs only,
+// in their order.
 void lower_outputs(const ModelSpec& spec, const ModelWeights& weights, const StepArrays& arrays,
                    int32_t outputs, Acts residual, bool is_picked, Workspace& workspace,
                    Program& program) {
+  const Acts normed = workspace.take(outputs, spec.dim);
   Acts picked = residual;
   if (!is_picked) {
-    picked = workspace.take(outputs, spec.dim);
+    picked = normed;
     program.push_back(Gather{.count = outputs,
                              .dim = spec.dim,
                              .index = arrays.output_token,
@@ -207,12 +209,12 @@ void lower_outputs(const ModelSpec& spec, const ModelWeights& weights, const Ste
                              .out = picked});
   }
   const Acts logits = workspace.take(outputs, spec.vocab);
-  lower_norm(spec, outputs, weights.norm, weights.norm_bias, picked, picked, true, program);
+  lower_norm(spec, outputs, weights.norm, weights.norm_bias, picked, normed, true, program);
   program.push_back(Linear{.tokens = outputs,
                            .in = spec.dim,
                            .parts = 1,
                            .part = {weights.head},
-                           .x = picked,
+                           .x = normed,
                            .y = logits});
   Sample sample = arrays.sample;
   sample.count = outputs;
@@ -278,7 +280,8 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
   }
   if (shape.outputs == 0) return program;
   const Acts last = residual.read(weights.depth, normed);
-  lower_outputs(spec, weights, arrays, shape.outputs, last, picked, workspace, program);
+  lower_outputs(spec, weights, arrays, shape.outputs, last, picked || shape.wants_all(), workspace,
+                program);
   return program;
 }
 

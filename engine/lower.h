@@ -12,6 +12,8 @@ struct StepShape {
   int32_t rows = 0, tokens = 0, outputs = 0;
   int32_t singles = -1, longer = -1;  // as Rows has them; where all rows have one token: -1
   bool operator==(const StepShape&) const = default;
+  // Rows of one token, each of which is wanted: output i is token i.
+  bool wants_all() const { return rows == tokens && outputs == tokens; }
 };
 
 // The small arrays of a step, on the device; sized for the largest step.

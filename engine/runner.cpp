@@ -177,10 +177,12 @@ void Runner::Impl::fill_rows(const StepBatch& batch, const StepInputs& at) {
 
 void Runner::Impl::fill_outputs(const StepBatch& batch, const StepInputs& at) {
   edits.clear();
+  const bool all = shape_of(batch).wants_all();
   int32_t* edit_begin = in.host(at.edit_begin);
   edit_begin[0] = 0;
   for (size_t i = 0; i < batch.outputs.size(); ++i) {
     const Output& output = batch.outputs[i];
+    WEIR_CHECK(!all || output.token == int32_t(i));
     in.host(at.output_token)[i] = output.token;
     in.host(at.sampling)[i] = output.sampling;
     in.host(at.position)[i] = output.position;

@@ -36,7 +36,7 @@ TEST(WantedTokens, OfTheLastLayer) {
   EXPECT_EQ(few.gathers, 2);  // of what the mixer answers, and of the residual stream
   const Seen all = seen("gated-deltanet", {.rows = 9, .tokens = 9, .outputs = 9});
   EXPECT_EQ(all.linear, (std::vector<int32_t>{9, 9, 9, 9, 9, 9, 9, 9, 9}));
-  EXPECT_EQ(all.gathers, 1);
+  EXPECT_EQ(all.gathers, 0);  // all that there are, in their order
   const Seen none = seen("gated-deltanet", {.rows = 2, .tokens = 9, .outputs = 0});
   EXPECT_EQ(none.linear, (std::vector<int32_t>{9, 9, 9, 9, 9}));
   EXPECT_EQ(none.gathers, 0);
