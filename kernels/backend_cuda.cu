@@ -86,6 +86,12 @@ struct Lane {
   }
 };
 
+// By a kernel, as the copy engine and the multiprocessors would wait for each other.
+__global__ __launch_bounds__(256) void copy_kernel(uint4* to, const uint4* from, int count) {
+  const int i = blockIdx.x * 256 + threadIdx.x;
+  if (i < count) to[i] = from[i];
+}
+
 // A program that has run before, byte for byte, and its graph from the second run on.
 struct Recorded {
   std::vector<Op> ops;
@@ -115,6 +121,7 @@ class CudaBackend final : public Backend {
  private:
   // Start-up and steps may be of different threads, and a thread has a device.
   void use() const { WEIR_CUDA_CHECK(cudaSetDevice(device_)); }
+  void copy_pinned(void* target, const void* source, size_t bytes, cudaMemcpyKind kind);
   void enqueue(const Program& program, Recorded& entry, bool changed);
   Recorded& recorded(const Program& program, bool& known);
   void forget(cudaGraphExec_t graph);
@@ -201,33 +208,49 @@ const void* CudaBackend::adopt(const void* host, size_t bytes) {
   return place->second = device;
 }
 
+// One of both is page-locked memory of the host, which kernels can reach too.
+void CudaBackend::copy_pinned(void* target, const void* source, size_t bytes,
+                              cudaMemcpyKind kind) {
+  constexpr size_t kByKernelMost = size_t(64) << 10, kEach = sizeof(uint4);
+  const auto fits = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kEach == 0; };
+  if (bytes > kByKernelMost || bytes % kEach != 0 || !fits(target) || !fits(source)) {
+    WEIR_CUDA_CHECK(cudaMemcpyAsync(target, source, bytes, kind, context_.stream));
+    return;
+  }
+  const auto count = int(bytes / kEach);
+  context_.follows = false;  // it does not begin before all is done
+  cuda::launch(context_, {.grid = dim3((count + 255) / 256), .block = dim3(256)}, copy_kernel,
+               static_cast<uint4*>(target), static_cast<const uint4*>(source), count);
+}
+
 void CudaBackend::upload(void* device, const void* host, size_t bytes) {
   if (bytes == 0) return;
   use();
-  const bool staged = bytes <= kPinnedBytes;
-  if (staged) {
-    Lane& lane = this->lane();
-    if (!lane.up.fits(bytes)) finish();
-    void* pinned = lane.up.take(bytes);
-    std::memcpy(pinned, host, bytes);
-    host = pinned;
+  if (bytes > kPinnedBytes) {
+    WEIR_CUDA_CHECK(
+        cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, context_.stream));
+    return finish();  // the caller's memory is free again on return
   }
-  WEIR_CUDA_CHECK(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, context_.stream));
-  if (!staged) finish();  // the caller's memory is free again on return
+  Lane& lane = this->lane();
+  if (!lane.up.fits(bytes)) finish();
+  void* const pinned = lane.up.take(bytes);
+  std::memcpy(pinned, host, bytes);
+  copy_pinned(device, pinned, bytes, cudaMemcpyHostToDevice);
 }
 
 void CudaBackend::download(void* host, const void* device, size_t bytes) {
   if (bytes == 0) return;
   use();
-  void* target = host;
-  if (bytes <= kPinnedBytes) {
-    Lane& lane = this->lane();
-    if (!lane.down.fits(bytes)) finish();
-    target = lane.down.take(bytes);
-    lane.pending.push_back({host, target, bytes});
+  if (bytes > kPinnedBytes) {
+    WEIR_CUDA_CHECK(
+        cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, context_.stream));
+    return;
   }
-  WEIR_CUDA_CHECK(
-      cudaMemcpyAsync(target, device, bytes, cudaMemcpyDeviceToHost, context_.stream));
+  Lane& lane = this->lane();
+  if (!lane.down.fits(bytes)) finish();
+  void* const pinned = lane.down.take(bytes);
+  lane.pending.push_back({host, pinned, bytes});
+  copy_pinned(pinned, device, bytes, cudaMemcpyDeviceToHost);
 }
 
 void CudaBackend::copy(void* target, const void* source, size_t bytes) {
