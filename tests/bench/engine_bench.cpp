@@ -4,7 +4,11 @@
 //   engine_bench MODEL_DIR [STREAMS] [PROMPT_TOKENS] [ANSWER_TOKENS] [SECONDS] [DEVICE]
 //                [VECTORS]
 //
+// STREAMS: how many at a time, or several such numbers, one after the other: 1,32,128.
 // VECTORS: split or bf16, as weir-server's flag of that name.
+//
+// All streams begin together, and as all their requests are alike, they stay together: a step of
+// prompts is followed by steps in which all decode.
 //
 // Also what a step costs the engine's thread; where the device is asked ahead, that is hidden as
 // long as the thread has to wait for it at all.
@@ -14,6 +18,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -42,7 +47,13 @@ class Totalling final : public Observer {
     constexpr double kAtOnce = 10e-6;
     totals_.late += report.waited < kAtOnce;
   }
-  void on_occupancy(const Occupancy&) override {}
+  // The engine's thread tells of its occupancy before it reads its first request: there it waits
+  // until all are in, else the first few would be a step ahead of the others for ever.
+  void on_occupancy(const Occupancy&) override { all_in_.wait(false); }
+  void begin() {
+    all_in_ = true;
+    all_in_.notify_all();
+  }
   Totals totals() const {
     const std::lock_guard lock(mutex_);
     return totals_;
@@ -51,6 +62,7 @@ class Totalling final : public Observer {
  private:
   mutable std::mutex mutex_;
   Totals totals_;
+  std::atomic<bool> all_in_{false};
 };
 
 struct Load {
@@ -95,32 +107,16 @@ class Stream final : public TokenSink {
 
 void wait(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
-int run(const char* folder, const Load& load) {
-  const auto opened = open_device(load.device, {}, load.vectors);
-  if (!opened.ok()) {
-    std::fprintf(stderr, "%s\n", std::string(opened.status().message()).c_str());
-    return 1;
-  }
-  const std::unique_ptr<Backend>& backend = *opened;
-  absl::StatusOr<Model> model = absl::UnknownError("");
-  if (std::string(folder) == "random-1.3b") {
-    model = test::random_model(test::model_1_3b(), 1, *backend);
-  } else {
-    model = load_model(folder, *backend);
-  }
-  if (!model.ok()) {
-    std::fprintf(stderr, "%s\n", std::string(model.status().message()).c_str());
-    return 1;
-  }
+void measure(const Model& model, const Load& load, Backend& backend) {
   const Limits limits{.slots = load.streams,
                       .step_tokens = std::max(load.device == "cpu" ? 512 : 4096, load.streams),
                       .chunk_tokens = load.device == "cpu" ? 256 : 2048,
                       .queued = load.streams,
                       .prompt_tokens = load.prompt_tokens,
                       .new_tokens = load.answer_tokens,
-                      .vocab = model->spec.vocab};
-  const StatePool pool(model->spec, limits, *backend);
-  Runner runner(*model, pool, limits, *backend);
+                      .vocab = model.spec.vocab};
+  const StatePool pool(model.spec, limits, backend);
+  Runner runner(model, pool, limits, backend);
   Totalling observer;
   std::vector<std::unique_ptr<Stream>> streams;
   Engine engine(limits, runner, observer);
@@ -128,6 +124,7 @@ int run(const char* folder, const Load& load) {
     streams.push_back(std::make_unique<Stream>(engine, load, limits.vocab, uint64_t(i) << 32));
     streams.back()->submit();
   }
+  observer.begin();
   const auto sum = [&streams] {
     int64_t tokens = 0;
     for (const auto& stream : streams) tokens += stream->tokens;
@@ -146,7 +143,7 @@ int run(const char* folder, const Load& load) {
     while (!stream->ended) wait(0.001);
   }
   std::printf("%s: %d streams, prompts of %d, answers of %d: %.0f tokens/s\n",
-              backend->info().name.c_str(), load.streams, load.prompt_tokens, load.answer_tokens,
+              backend.info().name.c_str(), load.streams, load.prompt_tokens, load.answer_tokens,
               rate);
   const auto steps = double(after.steps - before.steps);
   const double waited = after.waited - before.waited;
@@ -154,6 +151,29 @@ int run(const char* folder, const Load& load) {
               "%.1f %% of the steps were done before it came\n",
               took.count() / steps * 1e3, (took.count() - waited) / steps * 1e6,
               waited / steps * 1e6, 100 * double(after.late - before.late) / steps);
+}
+
+int run(const char* folder, Load load, const std::vector<int32_t>& streams) {
+  const auto opened = open_device(load.device, {}, load.vectors);
+  if (!opened.ok()) {
+    std::fprintf(stderr, "%s\n", std::string(opened.status().message()).c_str());
+    return 1;
+  }
+  const std::unique_ptr<Backend>& backend = *opened;
+  absl::StatusOr<Model> model = absl::UnknownError("");
+  if (std::string(folder) == "random-1.3b") {
+    model = test::random_model(test::model_1_3b(), 1, *backend);
+  } else {
+    model = load_model(folder, *backend);
+  }
+  if (!model.ok()) {
+    std::fprintf(stderr, "%s\n", std::string(model.status().message()).c_str());
+    return 1;
+  }
+  for (const int32_t count : streams) {
+    load.streams = count;
+    measure(*model, load, *backend);
+  }
   return 0;
 }
 
@@ -167,11 +187,15 @@ int main(int argc, char** argv) {
     return 2;
   }
   weir::Load load;
-  if (argc > 2) load.streams = std::atoi(argv[2]);
+  std::vector<int32_t> streams;
+  for (const char* at = argc > 2 ? argv[2] : "32"; at != nullptr; at = std::strchr(at, ',')) {
+    at += *at == ',' ? 1 : 0;
+    streams.push_back(std::atoi(at));
+  }
   if (argc > 3) load.prompt_tokens = std::atoi(argv[3]);
   if (argc > 4) load.answer_tokens = std::atoi(argv[4]);
   if (argc > 5) load.seconds = std::atof(argv[5]);
   if (argc > 6) load.device = argv[6];
   if (argc > 7) load.vectors = argv[7];
-  return weir::run(argv[1], load);
+  return weir::run(argv[1], load, streams);
 }
