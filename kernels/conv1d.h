@@ -13,7 +13,7 @@ struct Conv1d {
   const float* bias = nullptr;  // [channels], or null
   Activation activation = Activation::Silu;
   Acts in, out;                 // [tokens, channels]; not the same
-  SlotState history;            // [width - 1, channels], oldest first: the last raw inputs
+  SlotState history;            // [width - 1, channels]: the last raw inputs, a ring (ring.h)
 };
 
 }  // namespace weir

@@ -2,6 +2,7 @@
 
 #include "kernels/cpu.h"
 #include "kernels/mixer_math.h"
+#include "kernels/ring.h"
 
 namespace weir::cpu {
 namespace {
@@ -9,12 +10,14 @@ namespace {
 // Channels first .. last - 1 of one row.
 void convolve(const Conv1d& op, int32_t row, int32_t first, int32_t last) {
   const int32_t begin = op.rows.begin[row], count = op.rows.begin[row + 1] - begin;
-  const int32_t kept = op.width - 1;
-  const bool fresh = op.rows.first[row] == 0;
-  float* history = op.history.at(op.rows.slot[row]);
+  const int32_t kept = op.width - 1, position = op.rows.first[row];
+  float* const history = op.history.at(op.rows.slot[row]);
+  const auto kept_at = [&](int32_t t) {
+    return history + int64_t(ring_row(position + t, kept)) * op.channels;
+  };
   const auto input = [&](int32_t t, int32_t c) {
     if (t >= 0) return op.in.at(begin + t)[c];
-    return fresh ? 0.0f : history[int64_t(t + kept) * op.channels + c];
+    return position == 0 ? 0.0f : kept_at(t)[c];
   };
   for (int32_t t = 0; t < count; ++t) {
     float* out = op.out.at(begin + t);
@@ -26,9 +29,10 @@ void convolve(const Conv1d& op, int32_t row, int32_t first, int32_t last) {
       out[c] = float(activate(op.activation, sum));
     }
   }
-  for (int32_t i = 0; i < kept; ++i) {  // oldest first: nothing is read after it was overwritten
-    float* to = history + int64_t(i) * op.channels;
-    for (int32_t c = first; c < last; ++c) to[c] = input(count - kept + i, c);
+  for (int32_t t = count - kept; t < count; ++t) {
+    if (t < 0 && position > 0) continue;  // the row has it already
+    float* const to = kept_at(t);
+    for (int32_t c = first; c < last; ++c) to[c] = input(t, c);
   }
 }
 

@@ -1,15 +1,16 @@
 #include <algorithm>
 
 #include "kernels/cuda_util.cuh"
+#include "kernels/ring.h"
 
 namespace weir::cuda {
 namespace {
 
 // A block takes 256 / lanes channels of one row; with lanes > 1 its threads share the row's tokens.
-// The history is written when all of the block have read it, by the thread that owns the channel,
-// oldest first: each entry is read before it is overwritten.
+// The history is written when all of the block have read it, by the thread that owns the channel.
 //
-// Floor: the history read once and written once, 8 * (width - 1) * channels bytes a row.
+// Floor: the history read once and an input of it written for each token, up to width - 1 of them:
+// 4 * width * channels bytes a row of one token.
 constexpr int kThreads = 256;
 
 __global__ __launch_bounds__(kThreads) void conv1d_kernel(const __grid_constant__ Conv1d op) {
@@ -19,13 +20,16 @@ __global__ __launch_bounds__(kThreads) void conv1d_kernel(const __grid_constant_
   const int count = op.rows.begin[row + 1] - begin, kept = op.width - 1;
   const Slot slot = op.rows.slot[row];
   if (slot == kPadding || count == 0) return;
-  const bool fresh = op.rows.first[row] == 0;
+  const int position = op.rows.first[row];
   const int c = blockIdx.x * blockDim.x + threadIdx.x;
   const bool mine = c < op.channels;
   float* const history = at(op.history, slot) + c;
+  const auto kept_at = [&](int t) {
+    return history + int64_t(ring_row(position + t, kept)) * op.channels;
+  };
   const auto input = [&](int t) {
     if (t >= 0) return at(op.in, begin + t)[c];
-    return fresh ? 0.0f : history[int64_t(t + kept) * op.channels];
+    return position == 0 ? 0.0f : *kept_at(t);
   };
   for (int t = threadIdx.y; t < count && mine; t += blockDim.y) {
     float sum = op.bias == nullptr ? 0.0f : op.bias[c];
@@ -37,7 +41,9 @@ __global__ __launch_bounds__(kThreads) void conv1d_kernel(const __grid_constant_
   }
   __syncthreads();  // the history has been read
   if (threadIdx.y > 0 || !mine) return;
-  for (int i = 0; i < kept; ++i) history[int64_t(i) * op.channels] = input(count - kept + i);
+  for (int t = count - kept; t < count; ++t) {
+    if (t >= 0 || position == 0) *kept_at(t) = input(t);
+  }
 }
 
 // Prompts through a convolution of width 4: a thread has four channels of a run of tokens, whose
@@ -77,26 +83,25 @@ __global__ __launch_bounds__(32 * kRuns) void conv1d_run_kernel(
     float4 x[kWidth - 1 + kTogether];
     float4* const history = reinterpret_cast<float4*>(at(op.history, slot) + c);
     const int64_t stride = op.channels / 4;
+    const int position = op.rows.first[row];
 #pragma unroll
     for (int i = 0; i < kWidth - 1; ++i) {
-      const bool fresh = op.rows.first[row] == 0;
+      const int t = first - (kWidth - 1) + i;
       if (first > 0) {
-        x[i] = input(first - (kWidth - 1) + i);
+        x[i] = input(t);
       } else {
-        x[i] = fresh ? float4{0, 0, 0, 0} : history[i * stride];
+        x[i] = position == 0 ? float4{0, 0, 0, 0}
+                             : history[ring_row(position + t, kWidth - 1) * stride];
       }
     }
-    if (first == 0) {  // the last three of the old history and the row's inputs
-      float4 kept[kWidth - 1];
+    if (first == 0) {
 #pragma unroll
       for (int i = 0; i < kWidth - 1; ++i) {
         const int t = count - (kWidth - 1) + i;
-        if (t >= 0) kept[i] = input(t);
-        if (t == -1) kept[i] = x[2];
-        if (t == -2) kept[i] = x[1];
+        if (t < 0 && position > 0) continue;
+        history[ring_row(position + t, kWidth - 1) * stride] =
+            t < 0 ? float4{0, 0, 0, 0} : input(t);
       }
-#pragma unroll
-      for (int i = 0; i < kWidth - 1; ++i) history[i * stride] = kept[i];
     }
     const int end = min(first + kRun, count);
 #pragma unroll 1

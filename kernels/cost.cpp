@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "kernels/op.h"
 
 namespace weir {
@@ -23,9 +25,17 @@ Cost cost_of(const Linear& op) {
   return cost;
 }
 
+// How many inputs of each channel the rows read of their history, and write: those of their tokens
+// (ring.h).
+size_t history_inputs(const Rows& rows, int32_t width) {
+  if (width <= 1) return 0;
+  const size_t kept = size_t(rows.count) * size_t(width - 1);
+  return kept + std::min(kept, size_t(rows.tokens));
+}
+
 Cost cost_of(const Conv1d& op) {
   const auto channels = size_t(op.channels), width = size_t(op.width);
-  const size_t history = 2 * size_t(op.rows.count) * (width - 1) * channels;
+  const size_t history = history_inputs(op.rows, op.width) * channels;
   return {.bytes = (history + width * channels) * sizeof(float),
           .flops = 2 * size_t(op.rows.tokens) * width * channels};
 }
@@ -74,9 +84,9 @@ Cost cost_of(const DeltaMix& op) {
   const size_t channels = 2 * size_t(op.key_heads) * size_t(op.key_dim) +
                           size_t(op.value_heads) * size_t(op.value_dim);
   const size_t width = size_t(op.conv_width);
-  const size_t history = width > 0 ? (width - 1) * channels : 0;
+  const size_t history = history_inputs(op.rows, op.conv_width) * channels;
   Cost cost;
-  cost.bytes = 2 * size_t(op.rows.count) * (state + history) * sizeof(float);
+  cost.bytes = (2 * size_t(op.rows.count) * state + history) * sizeof(float);
   cost.bytes += width * channels * sizeof(float);
   cost.flops = size_t(op.rows.tokens) * (8 * state + 2 * width * channels);
   return cost;
@@ -94,9 +104,9 @@ Cost cost_of(const EraseStep& op) {
 Cost cost_of(const SwilaMix& op) {
   const size_t channels = size_t(op.heads) * size_t(op.dim);
   const size_t mixed = channels * size_t(op.mixtures), state = mixed * size_t(op.dim);
-  const size_t history = size_t(op.conv_width - 1) * 3 * channels;
-  const size_t kept = state + history + (op.key_mix ? 2 * mixed : 0);
-  return {.bytes = 2 * size_t(op.rows.count) * kept * sizeof(float),
+  const size_t history = history_inputs(op.rows, op.conv_width) * 3 * channels;
+  const size_t kept = state + (op.key_mix ? 2 * mixed : 0);
+  return {.bytes = (2 * size_t(op.rows.count) * kept + history) * sizeof(float),
           .flops = size_t(op.rows.tokens) * 8 * state};
 }
 

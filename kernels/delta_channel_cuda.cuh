@@ -1,5 +1,6 @@
 #pragma once
 #include "kernels/delta_prepare_cuda.cuh"
+#include "kernels/ring.h"
 #include "kernels/vector_cuda.cuh"
 
 // For rows of one token each, a block for a slice of a head: each thread prepares a channel or two
@@ -30,6 +31,7 @@ struct Place {
   int key_head, value_head, decay_head, token;
   bool fresh;
   bool keeps;  // its block writes the history of q and k
+  int oldest;  // the ring's row that the token's input replaces
   float* history;
 };
 
@@ -41,6 +43,22 @@ __device__ inline int channels_of(const DeltaMix& op) {
 template <int K>
 __device__ inline float* past_of(const DeltaMix& op, const Place& place, const Own& own) {
   return place.history + int64_t(own.role) * op.key_heads * K + own.column;
+}
+
+// A channel's inputs before the token, oldest first; past: in the ring's first row.
+__device__ inline void load_past(const float* past, const Place& place, int channels, Raw& raw) {
+#pragma unroll
+  for (int j = 0; j + 1 < kWidth; ++j) {
+    const float* const from = past + ring_row_of_age(place.oldest, j, kWidth - 1) * channels;
+    raw.past[j] = place.fresh ? 0.0f : *from;
+  }
+}
+// The token's own replaces the oldest of them. A new sequence has nothing before it.
+__device__ inline void keep_input(float* past, const Place& place, int channels, float now) {
+  past[place.oldest * channels] = now;
+  if (!place.fresh) return;
+#pragma unroll
+  for (int j = 1; j + 1 < kWidth; ++j) past[j * channels] = 0.0f;
 }
 
 // The usual one without a call: the others' code would not fit the instruction cache.
@@ -60,11 +78,7 @@ __device__ inline void load_kept(const DeltaMix& op, const Place& place, const O
     raw.shift = op.norm_weight[value0 + own.i];
     return;
   }
-  const float* const past = past_of<K>(op, place, own);
-#pragma unroll
-  for (int j = 0; j + 1 < kWidth; ++j) {
-    raw.past[j] = place.fresh ? 0.0f : past[j * channels_of<K>(op)];
-  }
+  load_past(past_of<K>(op, place, own), place, channels_of<K>(op), raw);
   const float* const taps = own.role == kQuery ? op.conv_q
                             : own.role == kKey ? op.conv_k
                                                : op.conv_v;
@@ -105,8 +119,8 @@ __device__ inline void load_new(const DeltaMix& op, const Place& place, const Ow
   }
 }
 
-// The thread's channel becomes part of the block's vectors, and v's inputs the history; q's and k's
-// are kept for remember().
+// The thread's channel becomes part of the block's vectors, and v's input that of the history; q's
+// and k's are kept for remember().
 template <int K, typename Shared>
 __device__ inline void prepare(const DeltaMix& op, const Place& place, const Own& own,
                                const Raw& raw, Shared& shared) {
@@ -119,14 +133,9 @@ __device__ inline void prepare(const DeltaMix& op, const Place& place, const Own
   const float x = raw.bias + raw.taps.x * raw.past[0] + raw.taps.y * raw.past[1] +
                   raw.taps.z * raw.past[2] + raw.taps.w * raw.now;
   if (own.role == kValue) {
-    float* const past = past_of<K>(op, place, own);
-    past[0] = raw.past[1];
-    past[channels_of<K>(op)] = raw.past[2];
-    past[2 * channels_of<K>(op)] = raw.now;
+    keep_input(past_of<K>(op, place, own), place, channels_of<K>(op), raw.now);
   } else {
-    shared.kept[0][threadIdx.x] = raw.past[1];
-    shared.kept[1][threadIdx.x] = raw.past[2];
-    shared.kept[2][threadIdx.x] = raw.now;
+    shared.kept[threadIdx.x] = raw.now;
   }
   const bool gated = op.beta.data != nullptr || op.erase.data != nullptr;
   const float gate = gated ? quick_sigmoid(raw.gate) : 1.0f;
@@ -152,11 +161,7 @@ template <int K, typename Shared>
 __device__ inline void remember(const DeltaMix& op, const Place& place, const Own& own,
                                 const Shared& shared) {
   if (!place.keeps || own.role >= kValue) return;
-  float* const past = past_of<K>(op, place, own);
-#pragma unroll
-  for (int j = 0; j + 1 < kWidth; ++j) {
-    past[j * channels_of<K>(op)] = shared.kept[j][threadIdx.x];
-  }
+  keep_input(past_of<K>(op, place, own), place, channels_of<K>(op), shared.kept[threadIdx.x]);
 }
 
 __device__ inline float sum_of(float4 x) { return (x.x + x.y) + (x.z + x.w); }

@@ -55,13 +55,15 @@ __device__ inline void finish_row(const DeltaMix& op, const Finish& finish, int 
   if (slot == kPadding || count <= kStepTokensMost) return;
   const int64_t keys = int64_t(op.key_heads) * op.key_dim;
   const int64_t channels = 2 * keys + int64_t(op.value_heads) * op.value_dim;
-  const int kept = op.conv_width - 1;
+  const int kept = op.conv_width - 1, from = count - kept, position = op.rows.first[row] + from;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < kept * channels;
        i += int64_t(gridDim.x) * blockDim.x) {
-    const int64_t token = begin + count - kept + i / channels, channel = i % channels;
+    const int age = int(i / channels);
+    const int64_t token = begin + from + age, channel = i % channels;
     const Acts& in = channel < keys ? op.q : channel < 2 * keys ? op.k : op.v;
     const int64_t column = channel < 2 * keys ? channel % keys : channel - 2 * keys;
-    at(op.history, slot)[i] = at(in, token)[column];
+    at(op.history, slot)[ring_row(position + age, kept) * channels + channel] =
+        at(in, token)[column];
   }
   const int warps = gridDim.x * 8;
   if (!finish.norm) return;

@@ -1,5 +1,6 @@
 #pragma once
 #include "kernels/delta_chunk_cuda.cuh"
+#include "kernels/ring.h"
 #include "kernels/tensor_core.cuh"
 
 namespace weir::cuda::chunk {
@@ -191,22 +192,27 @@ __device__ inline Tile find_tile(const Rows& rows, int group, int number) {
 struct Place {
   int key_head, value_head, decay_head;
   int begin, count;      // the row's tokens in the step
-  bool fresh;            // the row starts from a zero state
+  int oldest;            // the ring's row that its first input replaces; -1: from a zero state
   const float* history;  // the row's, [conv_width - 1, channels]
-  int64_t channels;      // of one history entry
+  int channels;          // of a row of the history
+
+  __device__ bool fresh() const { return oldest < 0; }
+  // How far into the history an input before the row lies: the `age`-th that is kept, oldest first.
+  __device__ int kept(int age, int width) const {
+    return ring_row_of_age(oldest, age, width - 1) * channels;
+  }
 };
 
 __device__ inline Place place_of(const DeltaMix& op, int row, int value_head) {
-  const int begin = op.rows.begin[row];
+  const int begin = op.rows.begin[row], first = op.rows.first[row];
   return {.key_head = value_head * op.key_heads / op.value_heads,
           .value_head = value_head,
           .decay_head = value_head * op.decay_heads / op.value_heads,
           .begin = begin,
           .count = op.rows.begin[row + 1] - begin,
-          .fresh = op.rows.first[row] == 0,
+          .oldest = first == 0 ? -1 : oldest_ring_row(first, op.conv_width),
           .history = op.history.data == nullptr ? nullptr : at(op.history, op.rows.slot[row]),
-          .channels = 2 * int64_t(op.key_heads) * op.key_dim +
-                      int64_t(op.value_heads) * op.value_dim};
+          .channels = 2 * op.key_heads * op.key_dim + op.value_heads * op.value_dim};
 }
 
 // One turn: both kernels, the second in blocks of `slice` values (16, 32 or 64) and `rows`

@@ -162,8 +162,9 @@ __device__ inline void convolve(const DeltaMix& op, const Place& place, const St
     for (int j = 0; j < kCount + 3; ++j) {
       const int t = first + j - 3, kept = t + op.conv_width - 1;
       const bool here = t >= 0;
-      const float* from = here ? now + j * s.stride : s.past + kept * place.channels + channel;
-      const bool known = here ? t < place.count : !place.fresh && kept >= 0;
+      const float* from =
+          here ? now + j * s.stride : s.past + (place.kept(kept, op.conv_width) + channel);
+      const bool known = here ? t < place.count : !place.fresh() && kept >= 0;
       x[j] = known ? load4(from) : zero4();
     }
   }

@@ -49,8 +49,9 @@ struct RowPreparer : RowPart<kChannel> {
       const Stream s = stream(op, place, which);
       const int kept = warp - 3 + op.conv_width - 1;
       float4 past = zero4();
-      if (!place.fresh && kept >= 0) {
-        past = load4(s.past + kept * place.channels + (which == 2 ? value : 0) + channel);
+      if (!place.fresh() && kept >= 0) {
+        const int from = place.kept(kept, op.conv_width) + (which == 2 ? value : 0);
+        past = load4(s.past + from + channel);
       }
       *reinterpret_cast<float4*>(shared.raw_of(which) + warp * 128 + channel) = past;
       publish_to_copy_engine();
@@ -225,7 +226,7 @@ struct RowState : RowPart<kChannel> {
   }
   __device__ void load(float* state) {
     each_pair(state, [&](const float2& from, float& low, float& high) {
-      const float2 pair = place.fresh ? float2{0, 0} : from;
+      const float2 pair = place.fresh() ? float2{0, 0} : from;
       low = pair.x;
       high = pair.y;
     });

@@ -38,7 +38,7 @@ struct Shared {
   float factor[kDim];         // what the normed answer is multiplied with
   alignas(16) float sums[8];  // of q's four warps, then of k's: what normalises them
   alignas(16) float squares[kWarps];
-  float kept[kWidth - 1][2 * kDim];  // what becomes the history of q and k
+  float kept[2 * kDim];       // what joins the history of q and k
 };
 
 // Of a row of the history.
@@ -62,11 +62,7 @@ __device__ inline void load_kept(const DeltaMix& op, const Place& place, Role ro
     raw.shift = op.norm_weight[threadIdx.x % kDim];
     return;
   }
-  const float* const past = past_of(op, place, role);
-#pragma unroll
-  for (int j = 0; j + 1 < kWidth; ++j) {
-    raw.past[j] = place.fresh ? 0.0f : past[j * channels_of(op)];
-  }
+  load_past(past_of(op, place, role), place, channels_of(op), raw);
   const float* const taps = role == kQuery ? op.conv_q : role == kKey ? op.conv_k : op.conv_v;
   const float* const bias =
       role == kQuery ? op.conv_q_bias : role == kKey ? op.conv_k_bias : op.conv_v_bias;
@@ -104,7 +100,7 @@ __device__ inline void load_new(const DeltaMix& op, const Place& place, Role rol
   }
 }
 
-// The thread's channel becomes part of the head's vectors, and its inputs the history.
+// The thread's channel becomes part of the head's vectors, and its input that of the history.
 template <Sharing kSharing>
 __device__ inline void prepare(const DeltaMix& op, const Place& place, Role role, const Raw& raw,
                                Shared& shared) {
@@ -117,14 +113,9 @@ __device__ inline void prepare(const DeltaMix& op, const Place& place, Role role
   const float x = raw.bias + raw.taps.x * raw.past[0] + raw.taps.y * raw.past[1] +
                   raw.taps.z * raw.past[2] + raw.taps.w * raw.now;
   if (role == kValue || (kSharing != Sharing::Cluster && place.keeps)) {
-    float* const past = past_of(op, place, role);
-    past[0] = raw.past[1];
-    past[channels_of(op)] = raw.past[2];
-    past[2 * channels_of(op)] = raw.now;
+    keep_input(past_of(op, place, role), place, channels_of(op), raw.now);
   } else if (kSharing == Sharing::Cluster) {
-    shared.kept[0][threadIdx.x] = raw.past[1];
-    shared.kept[1][threadIdx.x] = raw.past[2];
-    shared.kept[2][threadIdx.x] = raw.now;
+    shared.kept[threadIdx.x] = raw.now;
   }
   const bool gated = op.beta.data != nullptr || op.erase.data != nullptr;
   const float gate = gated ? quick_sigmoid(raw.gate) : 1.0f;
@@ -278,9 +269,7 @@ __device__ inline void finish(const DeltaMix& op, const Place& place, const Shar
 __device__ inline void remember(const DeltaMix& op, const Place& place, Role role,
                                 const Shared& shared) {
   if (!place.keeps || role >= kValue) return;
-  float* const past = past_of(op, place, role);
-#pragma unroll
-  for (int j = 0; j + 1 < kWidth; ++j) past[j * channels_of(op)] = shared.kept[j][threadIdx.x];
+  keep_input(past_of(op, place, role), place, channels_of(op), shared.kept[threadIdx.x]);
 }
 
 // A warp asks for what block number `block` will read to be brought to the L2 cache.
@@ -321,7 +310,8 @@ __global__ __launch_bounds__(kThreads, kResident) void held_kernel(
   const int token = op.rows.begin[row];
   Place place{.key_head = int(blockIdx.x) * heads / group, .value_head = int(blockIdx.x) * heads,
               .decay_head = 0, .token = token, .fresh = op.rows.first[row] == 0,
-              .keeps = false, .history = nullptr};
+              .keeps = false, .oldest = ring_row(op.rows.first[row], kWidth - 1),
+              .history = nullptr};
   if (slot == kPadding || op.rows.begin[row + 1] - token != 1) {
     wait_for_predecessor();
     return;

@@ -70,7 +70,7 @@ struct DeltaMix {
   // out is read by the next op alone: what that reads split need not be there.
   bool read_once = false;
   SlotState state;    // [value_heads, value_dim, key_dim]
-  // [conv_width - 1, q channels | k channels | v channels], oldest first; v's only when it is ours
+  // [conv_width - 1, q channels | k channels | v channels], a ring (ring.h); v's only when ours
   SlotState history;
 };
 

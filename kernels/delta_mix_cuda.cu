@@ -275,7 +275,6 @@ __device__ inline void run_row(const DeltaMix& op, const SplitVectors& split, co
   const int group = op.value_heads / op.key_heads;
   const Slot slot = op.rows.slot[row];
   const int begin = op.rows.begin[row], tokens = op.rows.begin[row + 1] - begin;
-  const int64_t all_keys = int64_t(op.key_heads) * op.key_dim;
   Place place{.key_head = int(blockIdx.x) / slices,
               .value_head = int(blockIdx.x) / slices * group,
               .decay_head = 0,
@@ -284,10 +283,11 @@ __device__ inline void run_row(const DeltaMix& op, const SplitVectors& split, co
               .token = 0,
               .begin = begin,
               .fresh = op.rows.first[row] == 0,
+              .oldest = oldest_ring_row(op.rows.first[row], op.conv_width),
               .history = op.history.data == nullptr ? nullptr : at(op.history, slot),
-              .channels = 2 * all_keys};
+              .channels = 2 * op.key_heads * op.key_dim};
   // Values that are ready have their history elsewhere.
-  if (!kRouted || !op.values_ready) place.channels += int64_t(op.value_heads) * op.value_dim;
+  if (!kRouted || !op.values_ready) place.channels += op.value_heads * op.value_dim;
   for (int i = 0; i < group; ++i, ++place.value_head) {
     float* state = at(op.state, slot) +
                    (int64_t(place.value_head) * op.value_dim + place.value0) * op.key_dim;
@@ -314,7 +314,7 @@ __device__ inline void run_row(const DeltaMix& op, const SplitVectors& split, co
       finish(op, split, place, x, late, squares[turn], slices);
     }
     if (op.conv_width > 1) {
-      remember<kThreads>(op, place, x, threadIdx.x, i + 1 == group, slice, slices);
+      remember<kThreads>(op, place, x, threadIdx.x, tokens, i + 1 == group, slice, slices);
     }
     if (i + 1 < group) {
       held.stored();

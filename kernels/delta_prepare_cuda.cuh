@@ -1,5 +1,6 @@
 #pragma once
 #include "kernels/async_cuda.cuh"
+#include "kernels/ring.h"
 
 // What the decode kernels of DeltaMix share: a token's vectors from its raw projections, and the
 // history of the short convolution.
@@ -12,7 +13,7 @@ struct Vectors {
   float* erase;    // [key_dim], k times beta or the erase gate
   float* v;        // [values of the slice], times beta or the write gate
   float* out;      // the same
-  float* kept;     // [conv_width - 1, 2 key_dim + values of the slice], the history to be
+  float* kept;     // [conv_width - 1, 2 key_dim + values of the slice], the last inputs by age
 };
 
 // Where the block is.
@@ -21,8 +22,9 @@ struct Place {
   int value0, values;    // the slice's values of a head
   int token, begin;      // in the row; the row's first token in the step
   bool fresh;            // the row starts from a zero state
+  int oldest;            // the ring's row that the row's first input replaces
   float* history;        // the row's, [conv_width - 1, channels]
-  int64_t channels;      // of one history entry
+  int channels;          // of a row of the history
 };
 
 // Floats that a block's vectors take.
@@ -43,7 +45,7 @@ struct Channel {
   const float* now;            // at the block's token
   int64_t stride;
   const float *taps, *bias;    // the channel's own; bias may be null
-  float* past;                 // in the oldest history entry
+  float* past;                 // in the first row of the history
   const float *gate, *shift;   // the decay's, erase's or write's logit; dt_bias. May be null
 };
 
@@ -93,7 +95,8 @@ struct Raw {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const bool kept = kWidth - 1 - j > place.token && !place.fresh;
-      x[j] = kept ? c.past[(place.token + j) * place.channels] : 0.0f;
+      const int row = ring_row_of_age(place.oldest, place.token + j, kWidth - 1);
+      x[j] = kept ? c.past[row * place.channels] : 0.0f;
     }
     bias = read(c.bias);
     shift = read(c.shift);
@@ -138,7 +141,7 @@ struct Raw<0> {
       if (back <= place.token) {
         x = __ldcg(c.now - back * c.stride);
       } else if (!place.fresh) {
-        x = c.past[(place.token + j) * place.channels];
+        x = c.past[ring_row_of_age(place.oldest, place.token + j, width - 1) * place.channels];
       }
       sum += c.taps[j] * x;
       if (kept != nullptr && j > 0) kept[(j - 1) * kept_stride] = x;
@@ -227,17 +230,21 @@ __device__ inline float head_scale(QkNorm norm, const float* x, int K) {
   return norm == QkNorm::L2 ? 1.0f / sqrtf(sum + 1e-6f) : 1.0f / sum;
 }
 
-// What make() kept becomes the history, once every block of the cluster has read the old one.
-// q's and k's channels are divided among the blocks, and wait for the last value head that reads
-// them. Values that are ready have none.
+// What make() kept of the row's `tokens` joins the history, once every block of the cluster has
+// read it. q's and k's channels are divided among the blocks, and wait for the last value head that
+// reads them. Values that are ready have none.
 template <int kThreads>
 __device__ inline void remember(const DeltaMix& op, const Place& place, const Vectors& s,
-                                int thread, bool last_head, int slice, int slices) {
-  const int K = op.key_dim, all = 2 * K + place.values;
+                                int thread, int tokens, bool last_head, int slice, int slices) {
+  const int K = op.key_dim, all = 2 * K + place.values, kept = op.conv_width - 1;
+  const int from = place.fresh ? 0 : max(0, kept - tokens);  // what is older is there
+  const int oldest = ring_row(place.oldest + tokens, kept);
   for (int i = thread; i < all; i += kThreads) {
     if (i < 2 * K ? !last_head || i / 32 % slices != slice : op.values_ready) continue;
     float* past = channel(op, place, i).past;
-    for (int h = 0; h + 1 < op.conv_width; ++h) past[h * place.channels] = s.kept[h * all + i];
+    for (int h = from; h < kept; ++h) {
+      past[ring_row_of_age(oldest, h, kept) * place.channels] = s.kept[h * all + i];
+    }
   }
 }
 

@@ -27,7 +27,7 @@ struct Shared {
   alignas(16) float sums[kWarps];  // of q's eight warps, then of k's: what normalises them
   alignas(16) float squares[kWarps];
   float slices[kClusterMost];     // what the value head's slices sum up for the norm
-  float kept[kWidth - 1][2 * kKeys];  // what becomes the history of q and k
+  float kept[2 * kKeys];          // what joins the history of q and k
 };
 
 // Part j of a lane's keys.
@@ -178,6 +178,7 @@ __global__ __launch_bounds__(kThreads, kResident) void slice_kernel(
   const Place place{.key_head = int(blockIdx.x) / blocks, .value_head = value_head,
                     .decay_head = value_head * op.decay_heads / op.value_heads, .token = token,
                     .fresh = op.rows.first[row] == 0, .keeps = rank + 1 == blocks,
+                    .oldest = ring_row(op.rows.first[row], kWidth - 1),
                     .history = at(op.history, slot)};
   if (threadIdx.x == kBringer) {
     for (uint64_t& barrier : shared.barrier) barrier_init(shared_address(&barrier), 1);

@@ -28,7 +28,7 @@ constexpr int kSharedMost = 224 * 1024;
 __host__ __device__ inline int head_floats(const DeltaMix& op) {
   return 4 * op.key_dim + op.value_dim + 4;
 }
-// What a group keeps of a head for the history.
+// A head's last inputs, which a group keeps for the history.
 __host__ __device__ inline int kept_floats(const DeltaMix& op) {
   return op.conv_width > 1 ? (op.conv_width - 1) * (2 * op.key_dim + op.value_dim) : 0;
 }
@@ -62,8 +62,8 @@ struct Turn {
 // A key head of a row of one token: its value heads are worked on by the same block.
 struct Unit {
   Slot slot;
-  int begin, key_head;
-  bool fresh;
+  int begin, key_head, first;  // the row's token and its position
+  __device__ bool fresh() const { return first == 0; }
 };
 
 // Visits the block's units in order; called by whole warps.
@@ -73,19 +73,19 @@ __device__ inline void visit_units(const DeltaMix& op, Visit visit) {
   for (int first = blockIdx.x; first < all; first += 32 * gridDim.x) {
     const int mine = first + lane * int(gridDim.x), row = mine / op.key_heads;
     Slot slot = kPadding;
-    int begin = 0, fresh = 0;
+    int begin = 0, position = 0;
     if (mine < all) {
       slot = op.rows.slot[row];
       begin = op.rows.begin[row];
-      fresh = op.rows.first[row] == 0;
+      position = op.rows.first[row];
       if (op.rows.begin[row + 1] - begin != 1) slot = kPadding;
     }
     for (int i = 0; i < 32 && first + i * int(gridDim.x) < all; ++i) {
       const Slot from = __shfl_sync(0xffffffffu, slot, i);
       const int token = __shfl_sync(0xffffffffu, begin, i);
-      const bool zero = __shfl_sync(0xffffffffu, fresh, i) != 0;
+      const int its = __shfl_sync(0xffffffffu, position, i);
       if (from == kPadding) continue;
-      visit(Unit{from, token, (first + i * int(gridDim.x)) % op.key_heads, zero});
+      visit(Unit{from, token, (first + i * int(gridDim.x)) % op.key_heads, its});
     }
   }
 }
@@ -106,7 +106,7 @@ __device__ inline void bring_states(const DeltaMix& op, float* ring, Signals& si
     const int rows = group * op.value_dim;  // the unit's states lie end to end
     for (int v = 0; v < rows; v += kStageRows, turn.next(stages)) {
       barrier_wait(shared_address(&signals.empty[turn.at]), turn.parity ^ 1);
-      if (unit.fresh) {
+      if (unit.fresh()) {
         barrier_arrive(shared_address(&signals.full[turn.at]));
         continue;
       }
@@ -128,9 +128,10 @@ __device__ inline void prepare_heads(const DeltaMix& op, float* heads, float* ke
   visit_units(op, [&](const Unit& unit) {
     const bool own = units++ % kGroups == kNumber;
     Place place{.key_head = unit.key_head, .value_head = unit.key_head * group, .value0 = 0,
-                .values = V, .token = 0, .begin = unit.begin, .fresh = unit.fresh,
+                .values = V, .token = 0, .begin = unit.begin, .fresh = unit.fresh(),
+                .oldest = oldest_ring_row(unit.first, op.conv_width),
                 .history = op.history.data == nullptr ? nullptr : at(op.history, unit.slot),
-                .channels = int64_t(2) * op.key_heads * K + int64_t(op.value_heads) * V};
+                .channels = 2 * op.key_heads * K + op.value_heads * V};
     for (int i = 0; i < group; ++i, ++place.value_head, turn.next(kHeadsAhead)) {
       if (!own) continue;
       float* x = heads + turn.at * head_floats(op);
@@ -145,7 +146,7 @@ __device__ inline void prepare_heads(const DeltaMix& op, float* heads, float* ke
       }
       if (thread == 0) {
         signals.task[turn.at] = {state_of(op, unit, place.value_head), unit.begin,
-                                 place.value_head, unit.fresh};
+                                 place.value_head, unit.fresh()};
       }
       barrier_among<2 + kNumber>(kThreads);
       if (thread < 64) {
@@ -153,7 +154,7 @@ __device__ inline void prepare_heads(const DeltaMix& op, float* heads, float* ke
         if (thread % 32 == 0) x[4 * K + V + thread / 32] = scale;
       }
       barrier_arrive(shared_address(&signals.ready[turn.at]));
-      if (op.conv_width > 1) remember<kThreads>(op, place, to, thread, i + 1 == group, 0, 1);
+      if (op.conv_width > 1) remember<kThreads>(op, place, to, thread, 1, i + 1 == group, 0, 1);
     }
   });
   if (units % kGroups != kNumber) return;

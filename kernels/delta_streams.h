@@ -4,7 +4,7 @@
 
 namespace weir {
 
-// A row's three convolutions. Their history entries lie side by side. Values that are ready have
+// A row's three convolutions. Their history rows lie side by side. Values that are ready have
 // none.
 struct DeltaStreams {
   ConvStream q, k, v;
@@ -20,7 +20,7 @@ inline DeltaStreams delta_streams(const DeltaMix& op, const RowRun& row) {
     if (width > 1) {
       made.history = op.history.at(row.slot) + at;
       made.history_stride = 2 * keys + (op.values_ready ? 0 : values);
-      made.fresh = row.fresh();
+      made.first = row.first;
     }
     return made;
   };

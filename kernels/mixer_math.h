@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels/check.h"
+#include "kernels/ring.h"
 #include "kernels/types.h"
 
 namespace weir {
@@ -74,7 +75,7 @@ struct RowRun {
 };
 
 // Channels of a row that one causal depthwise convolution over time reads: those of the step, and
-// before them the last width - 1 of the steps before, oldest first.
+// before them the last width - 1 of the steps before, in a ring (ring.h).
 struct ConvStream {
   int32_t width = 0;             // 0: no convolution
   const float* taps = nullptr;   // [channels, width], newest tap last
@@ -82,12 +83,17 @@ struct ConvStream {
   Acts in;                       // from the row's first token on
   float* history = nullptr;      // [width - 1, history_stride]
   int64_t history_stride = 0;
-  bool fresh = false;            // the history reads as zeros, whatever it holds
+  int32_t first = 0;             // position of that token; 0: the history reads as zeros
+
+  int32_t kept() const { return width - 1; }
+  float* row_of(int32_t position) const {
+    return history + ring_row(position, kept()) * history_stride;
+  }
 
   // The input of `back` tokens before the row's token t, back < width; null: zeros.
   const float* input(int32_t t, int32_t back) const {
     if (back <= t) return in.at(t - back);
-    return fresh ? nullptr : history + (t - back + width - 1) * history_stride;
+    return first == 0 ? nullptr : row_of(first + t - back);
   }
 
   double output(int32_t t, int64_t channel) const {
@@ -100,13 +106,13 @@ struct ConvStream {
     return sum;
   }
 
-  // Leaves the last width - 1 inputs in the history once the row's `count` tokens are done.
-  // Entries move towards the oldest, so that none is overwritten before it is read.
+  // Leaves the row's last inputs in the history once its `count` tokens are done.
   void remember(int32_t count, int64_t channels) const {
-    for (int32_t i = 0; i + 1 < width; ++i) {
-      const float* const x = input(count - 1, width - 2 - i);
-      float* const kept = history + i * history_stride;
-      x != nullptr ? std::copy_n(x, channels, kept) : std::fill_n(kept, channels, 0.0f);
+    for (int32_t t = std::max(0, count - kept()); t < count; ++t) {
+      std::copy_n(in.at(t), channels, row_of(first + t));
+    }
+    for (int32_t t = count; first == 0 && t < kept(); ++t) {
+      std::fill_n(row_of(t), channels, 0.0f);
     }
   }
 

@@ -72,12 +72,14 @@ template <typename Op>
 __device__ void describe_mix(const Op& from, int d, int64_t shift, Shared& shared) {
   const Op& op = copy_phase(from, shared.phase[d], shift);
   if (const int lane = threadIdx.x % 32; lane < op.rows.count) {
-    shared.rows[d][lane] = {op.rows.slot[lane], op.rows.begin[lane], op.rows.first[lane] == 0};
+    const int first = op.rows.first[lane];
+    shared.rows[d][lane] = {op.rows.slot[lane], op.rows.begin[lane], first == 0,
+                            ring_row(first, 3)};
   }
   __syncwarp();
   if (threadIdx.x % 32 == 0) share_out(op, shared.rows[d], shared.sharing[d]);
   __syncwarp();
-  prefetch_mix(op, shared.rows[d], shared.sharing[d]);
+  prefetch_mix(op, shared.sharing[d]);
 }
 
 __device__ void describe(const Table& table, int p, Counts& counts, int64_t shift,

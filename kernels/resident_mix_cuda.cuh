@@ -1,6 +1,7 @@
 #pragma once
 #include "kernels/delta_prepare_cuda.cuh"
 #include "kernels/resident_walk_cuda.cuh"
+#include "kernels/ring.h"
 
 // The delta rule's phases of the resident kernel.
 namespace weir::cuda::resident {
@@ -18,10 +19,11 @@ __device__ inline int slices_of(const DeltaMix& op) {
 __device__ inline int keys_of(const DeltaMix& op) { return op.key_heads * op.key_dim; }
 __device__ inline int keys_of(const SwilaMix& op) { return op.heads * op.dim; }
 
-// The new history of one channel of one row, to be written when all have read the old one: runs of
-// 32 go round the blocks, so that each has one or two warps' worth.
+// What joins the history of one channel of one row, to be written when all have read that: runs of
+// 32 go round the blocks, so that each has one or two warps' worth. Nobody reads a new sequence's,
+// in which nothing else is yet.
 template <typename Op>
-__device__ inline Late new_history(const Op& op, const RowPlace* rows, int channels, Me me) {
+__device__ inline Late new_input(const Op& op, const RowPlace* rows, int channels, Me me) {
   const int keys = keys_of(op);
   const int mine = (me.warp() * int(gridDim.x) + int(blockIdx.x)) * 32 + me.lane();
   if (mine >= op.rows.count * channels) return {};
@@ -29,11 +31,22 @@ __device__ inline Late new_history(const Op& op, const RowPlace* rows, int chann
   if (rows[row].slot == kPadding) return {};
   const int which = int(c >= keys) + int(c >= 2 * keys);
   const Acts& in = *(which == 0 ? &op.q : which == 1 ? &op.k : &op.v);
-  float* past = at(op.history, rows[row].slot) + c;
-  const bool fresh = rows[row].fresh;
-  const float second = fresh ? 0.0f : past[channels], third = fresh ? 0.0f : past[2 * channels];
-  return {past, {second, third, await(at(in, rows[row].begin) + c - which * keys)}, channels};
+  float* const past = at(op.history, rows[row].slot) + c;
+  if (rows[row].fresh) past[channels] = past[2 * channels] = 0.0f;
+  return {past + rows[row].oldest * channels,
+          await(at(in, rows[row].begin) + c - which * keys)};
 }
+
+// A channel's inputs before the token, oldest first, from its first one in the history on.
+struct Past {
+  float value[3];
+  __device__ Past(const UnitPlace& place, const float* past, int channels) {
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      value[i] = place.fresh ? 0.0f : past[ring_row_of_age(place.oldest, i, 3) * channels];
+    }
+  }
+};
 
 // A head's vectors, of one token, in shared memory; keys and queries without their norm.
 struct Head {
@@ -104,6 +117,7 @@ __device__ inline UnitPlace place_of(const DeltaMix& op, const RowPlace* rows, i
           .slot = place.slot,
           .padding = padding,
           .fresh = place.fresh,
+          .oldest = place.oldest,
           .state = padding ? nullptr
                            : at(op.state, place.slot) + int64_t(first_value) * op.key_dim,
           .history = padding ? nullptr : at(op.history, place.slot),
@@ -131,8 +145,8 @@ __device__ inline void share_out(const DeltaMix& op, const RowPlace* rows, Shari
   if (int(blockIdx.x) < sharing.units) sharing.first = place_of(op, rows, slices, blockIdx.x);
 }
 
-// What this block's first unit reads that no phase writes.
-__device__ inline void prefetch_unit(const DeltaMix& op, const Sharing& sharing) {
+// By the describing warp: what this block's first unit reads that no phase writes.
+__device__ inline void prefetch_mix(const DeltaMix& op, const Sharing& sharing) {
   const UnitPlace& unit = sharing.first;
   const int values = sharing.values, K = op.key_dim;
   if (int(blockIdx.x) >= sharing.units || unit.padding) return;
@@ -148,17 +162,6 @@ __device__ inline void prefetch_unit(const DeltaMix& op, const Sharing& sharing)
     prefetch(past + keys + unit.key, K);
     prefetch(past + 2 * keys + unit.first_value, values);
   }
-}
-
-// And what new_history() reads, of the first two rounds of runs.
-template <typename Op>
-__device__ inline void prefetch_mix(const Op& op, const RowPlace* rows, const Sharing& sharing) {
-  prefetch_unit(op, sharing);
-  const int channels = sharing.channels, lane = threadIdx.x % 32, h = lane % 2 + 1;
-  if (lane >= 4) return;
-  const int mine = (lane / 2 * int(gridDim.x) + int(blockIdx.x)) * 32, row = mine / channels;
-  if (row >= op.rows.count || rows[row].slot == kPadding) return;
-  prefetch_line(at(op.history, rows[row].slot) + int64_t(h) * channels + mine % channels);
 }
 
 // One of a unit's channels: of q below key_dim, of k below 2 key_dim, then of v. What it reads is
@@ -178,9 +181,7 @@ struct Input {
         *(which == 0 ? &op.conv_q_bias : which == 1 ? &op.conv_k_bias : &op.conv_v_bias);
     const float* const past = place.history + which * op.key_heads * K + column;
     const float4 tap = *reinterpret_cast<const float4*>(taps + column * 4);
-    const float first = place.fresh ? 0.0f : past[0];
-    const float second = place.fresh ? 0.0f : past[channels];
-    const float third = place.fresh ? 0.0f : past[2 * channels];
+    const Past before(place, past, channels);
     const bool decays = which == 0 && op.decay != Decay::None;
     const Acts& gates = *(which == 0 ? &op.decay_in : which == 1 ? &op.erase : &op.write);
     int gate_column = column;
@@ -203,7 +204,8 @@ struct Input {
       if (op.beta.data != nullptr) beta = look(beta_at);
       if (written(newest) && written(gate) && written(beta)) break;
     }
-    x = bias + tap.x * first + tap.y * second + tap.z * third + tap.w * newest;
+    x = bias + tap.x * before.value[0] + tap.y * before.value[1] + tap.z * before.value[2] +
+        tap.w * newest;
   }
 };
 
@@ -281,7 +283,7 @@ __device__ inline void run_mix(const Op& op, const RowPlace* rows, const Sharing
     run_unit(op, sharing, place, me);
     barrier_among<kAll>(kComputing);  // the vectors may be overwritten
   }
-  shared_memory().late[me.thread] = new_history(op, rows, sharing.channels, me);
+  shared_memory().late[me.thread] = new_input(op, rows, sharing.channels, me);
 }
 
 }  // namespace weir::cuda::resident

@@ -28,6 +28,7 @@ __device__ inline UnitPlace place_of(const SwilaMix& op, const RowPlace* rows, i
           .slot = place.slot,
           .padding = padding,
           .fresh = place.fresh,
+          .oldest = place.oldest,
           .state = padding ? nullptr
                            : at(op.state, place.slot) +
                                  (int64_t(head) * op.mixtures * D + first) * D,
@@ -47,7 +48,7 @@ __device__ inline void share_out(const SwilaMix& op, const RowPlace* rows, Shari
   if (int(blockIdx.x) < sharing.units) sharing.first = place_of(op, rows, slices, blockIdx.x);
 }
 
-__device__ inline void prefetch_unit(const SwilaMix& op, const Sharing& sharing) {
+__device__ inline void prefetch_mix(const SwilaMix& op, const Sharing& sharing) {
   const UnitPlace& unit = sharing.first;
   const int values = sharing.values, D = op.dim, keys = op.heads * D;
   if (int(blockIdx.x) >= sharing.units || unit.padding) return;
@@ -99,11 +100,10 @@ __device__ inline void make_channel(const SwilaMix& op, const UnitPlace& place,
   const float* const taps = *(which == 0 ? &op.conv_q : which == 1 ? &op.conv_k : &op.conv_v);
   const float* const past = place.history + which * op.heads * D + column;
   const float4 tap = *reinterpret_cast<const float4*>(taps + column * 4);
-  const float first = place.fresh ? 0.0f : past[0];
-  const float second = place.fresh ? 0.0f : past[sharing.channels];
-  const float third = place.fresh ? 0.0f : past[2 * sharing.channels];
+  const Past before(place, past, sharing.channels);
   const float newest = await(at(from, place.begin) + column);
-  float x = tap.x * first + tap.y * second + tap.z * third + tap.w * newest;
+  float x = tap.x * before.value[0] + tap.y * before.value[1] + tap.z * before.value[2] +
+            tap.w * newest;
   x *= quick_sigmoid(x);
   if (which == 2) {
     head.v[i - 2 * D] = x;

@@ -53,11 +53,10 @@ union Phase {
 };
 constexpr int kPhaseWords = int(sizeof(Phase) / 4);
 
-// The history of the short convolution that a thread has to write once all blocks have read it.
+// What a thread has to write to the history of the short convolution once all blocks have read it.
 struct Late {
-  float* past;  // null: none
-  float value[3];
-  int channels;
+  float* past;  // null: nothing
+  float value;
 };
 
 // A row of a step, of one token.
@@ -65,6 +64,7 @@ struct RowPlace {
   Slot slot;
   int begin;
   bool fresh;
+  int oldest;  // the ring's row that the token's input replaces
 };
 
 // Where a mixer's unit is: a head's share of values, for one row.
@@ -75,13 +75,14 @@ struct UnitPlace {
   int begin;                     // its token
   Slot slot;
   bool padding, fresh;
+  int oldest;                    // the ring's row that the token's input replaces
   float *state, *history, *out;  // the unit's; the row's; the unit's
 };
 
 // How a mixer's heads are shared out among the blocks.
 struct Sharing {
   int slices, values, units;  // of a head; of a unit; units
-  int channels;               // of a history entry
+  int channels;               // of a row of the history
   UnitPlace first;            // the block's
 };
 
@@ -234,11 +235,10 @@ __device__ inline void sums_arrive(int barrier) {
 
 __device__ inline float quick_sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
-// Once all blocks are known to have read the old history.
+// Once all blocks are known to have read the history.
 __device__ inline void write_history(const Late& late) {
   if (late.past == nullptr) return;
-#pragma unroll
-  for (int h = 0; h < 3; ++h) late.past[h * late.channels] = late.value[h];
+  *late.past = late.value;
 }
 
 }  // namespace weir::cuda::resident

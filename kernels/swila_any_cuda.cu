@@ -11,9 +11,10 @@ constexpr int kThreads = 256;
 
 // Where the block is.
 struct Head {
-  int head, begin;
-  bool fresh;
+  int head, begin, first;  // the row's first token and its position
   Slot slot;
+
+  __device__ bool fresh() const { return first == 0; }
 };
 
 struct Vectors {
@@ -30,12 +31,17 @@ struct Vectors {
         delta(query + op.mixtures * op.dim) {}
 };
 
+// Of the row's token t, which may be before it.
+__device__ float* kept_at(const SwilaMix& op, const Head& place, int group, int t,
+                          int64_t column) {
+  const int64_t all = int64_t(op.heads) * op.dim;
+  const int row = ring_row(place.first + t, op.conv_width - 1);
+  return at(op.history, place.slot) + (row * 3 * all + group * all + column);
+}
 __device__ float input(const SwilaMix& op, const Head& place, const Acts& in, int group, int t,
                        int64_t column) {
   if (t >= 0) return at(in, place.begin + t)[column];
-  if (place.fresh) return 0;
-  const int64_t all = int64_t(op.heads) * op.dim;
-  return at(op.history, place.slot)[(t + op.conv_width - 1) * 3 * all + group * all + column];
+  return place.fresh() ? 0.0f : *kept_at(op, place, group, t, column);
 }
 
 // Thread i owns the channels i, i + kThreads, ... of q, k and v, also in remember_any().
@@ -71,7 +77,7 @@ __device__ void prepare_any(const SwilaMix& op, const Head& place, int t, const 
       if (gate.data != nullptr) {
         float before = last[j * op.dim + d];
         if (t == 0) {
-          before = place.fresh ? 1.0f / float(op.mixtures)
+          before = place.fresh() ? 1.0f / float(op.mixtures)
                                : at(kept, place.slot)[(head * op.mixtures) + j * op.dim + d];
         }
         p = (1.0f - g) * before + g * p;
@@ -137,16 +143,14 @@ __device__ float step_any(const SwilaMix& op, const float* beta, float* state, b
   return sum_over_lanes(answer) * q_scale;
 }
 
-// The last conv_width - 1 inputs become the history, oldest first: each is read before it is
-// overwritten. The temporal layers' distributions are kept too.
+// The last inputs join the history, conv_width - 1 at most. The temporal layers' distributions are
+// kept too.
 __device__ void remember_any(const SwilaMix& op, const Head& place, int tokens,
                              const Vectors& s) {
-  const int64_t all = int64_t(op.heads) * op.dim;
   each_channel(op, place, [&](int, int group, const Acts& in, int64_t column) {
-    for (int j = 0; j + 1 < op.conv_width; ++j) {
-      const int t = tokens - (op.conv_width - 1) + j;
-      at(op.history, place.slot)[j * 3 * all + group * all + column] =
-          input(op, place, in, group, t, column);
+    for (int t = tokens - (op.conv_width - 1); t < tokens; ++t) {
+      if (t < 0 && !place.fresh()) continue;  // it is there
+      *kept_at(op, place, group, t, column) = input(op, place, in, group, t, column);
     }
   });
   if (op.key_mix.data == nullptr) return;
@@ -166,7 +170,7 @@ __global__ __launch_bounds__(kThreads) void swila_mix_any_kernel(
   const int tokens = op.rows.begin[row + 1] - begin;
   const Slot slot = op.rows.slot[row];
   if (slot == kPadding || tokens == 0) return;
-  const Head place{.head = int(blockIdx.x), .begin = begin, .fresh = op.rows.first[row] == 0,
+  const Head place{.head = int(blockIdx.x), .begin = begin, .first = op.rows.first[row],
                    .slot = slot};
   const Vectors s(op, space);
   const int D = op.dim, warp = threadIdx.x / 32;
@@ -178,7 +182,7 @@ __global__ __launch_bounds__(kThreads) void swila_mix_any_kernel(
     for (int d = warp; d < D; d += kThreads / 32) {
       const float answer =
           step_any(op, at(op.beta, begin + t) + head * op.mixtures,
-                   at(op.state, slot) + head * op.mixtures * D, place.fresh && t == 0, d, k_scale,
+                   at(op.state, slot) + head * op.mixtures * D, place.fresh() && t == 0, d, k_scale,
                    q_scale, s);
       if (threadIdx.x % 32 == 0) s.out[d] = answer;
     }

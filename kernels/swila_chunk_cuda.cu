@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/long_rows_cuda.cuh"
+#include "kernels/ring.h"
 #include "kernels/swila_chunk_layout.cuh"
 
 namespace weir::cuda::swila_chunk {
@@ -16,11 +17,13 @@ __device__ inline void finish_row(const SwilaMix& op, int row, bool norm) {
   const int begin = op.rows.begin[row], count = op.rows.begin[row + 1] - begin;
   if (slot == kPadding || count <= kStepTokensMost) return;
   const int64_t all = int64_t(op.heads) * kDim;
+  const int from = count - (kWidth - 1), position = op.rows.first[row] + from;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < (kWidth - 1) * 3 * all;
        i += int64_t(gridDim.x) * blockDim.x) {
-    const int64_t token = begin + count - (kWidth - 1) + i / (3 * all), group = i / all % 3;
+    const int age = int(i / (3 * all)), group = int(i / all % 3);
     const Acts& in = group == 0 ? op.q : group == 1 ? op.k : op.v;
-    at(op.history, slot)[i] = at(in, token)[i % all];
+    at(op.history, slot)[ring_row(position + age, kWidth - 1) * 3 * all + i % (3 * all)] =
+        at(in, begin + from + age)[i % all];
   }
   if (!norm) return;
   const int warps = gridDim.x * 8, lane = threadIdx.x % 32;

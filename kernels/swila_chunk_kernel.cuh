@@ -68,7 +68,8 @@ __global__ __launch_bounds__(V::kThreads, 1) void swila_chunk_kernel(
   if (slot == kPadding || count <= kStepTokensMost) return;
   const Place place{.head = int(blockIdx.x) / kSlices,
                     .value = int(blockIdx.x) % kSlices * V::kValues, .begin = begin,
-                    .count = count, .fresh = op.rows.first[row] == 0, .slot = slot};
+                    .count = count, .fresh = op.rows.first[row] == 0,
+                    .oldest = ring_row(op.rows.first[row], kWidth - 1), .slot = slot};
   Convolver<V>::keep_taps(op, place, shared);
   __syncthreads();  // the taps and barriers are there
   run_block(op, maps, place, shared);

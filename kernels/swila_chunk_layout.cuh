@@ -157,6 +157,7 @@ struct Place {
   int head, value;      // the slice's first value within its head
   int begin, count;     // the row's tokens in the step
   bool fresh;           // the row starts from a zero state
+  int oldest;           // the ring's row that its first input replaces
   Slot slot;
 
   __device__ int chunks() const { return (count + kTokens - 1) / kTokens; }

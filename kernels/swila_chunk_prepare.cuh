@@ -1,4 +1,5 @@
 #pragma once
+#include "kernels/ring.h"
 #include "kernels/swila_chunk_layout.cuh"
 
 // The warps that make queries, keys and values of raw projections.
@@ -57,7 +58,8 @@ struct Convolver {
                               place.channel(of == 2 ? place.value : 0);
     float* const to = raw_of(of);
     for (int i = lane; i < (kWidth - 1) * width; i += 32) {
-      to[i] = place.fresh ? 0.0f : past[i / width * 3 * all + i % width];
+      const int row = ring_row_of_age(place.oldest, i / width, kWidth - 1);
+      to[i] = place.fresh ? 0.0f : past[row * 3 * all + i % width];
     }
     publish_to_copy_engine();
   }

@@ -33,6 +33,7 @@ struct HeldShared {
 struct Here {
   int head, token;
   bool fresh;
+  int oldest;  // the ring's row that the token's input replaces
   Slot slot;
 
   __device__ int64_t mixed(int i) const { return int64_t(head) * J * D + i; }
@@ -74,7 +75,8 @@ __device__ inline void load_kept(const SwilaMix& op, const Here& here, Input& in
     const float* const past = past_of(op, here);
 #pragma unroll
     for (int j = 0; j + 1 < kWidth; ++j) {
-      in.past[j] = here.fresh ? 0.0f : past[j * 3 * op.heads * D];
+      const int row = ring_row_of_age(here.oldest, j, kWidth - 1);
+      in.past[j] = here.fresh ? 0.0f : past[row * 3 * op.heads * D];
     }
     in.taps = *reinterpret_cast<const float4*>(taps + column_of(here) * kWidth);
   }
@@ -121,7 +123,7 @@ __device__ inline float softmax(float x) {
   return __fdividef(x, sum_over_mixtures<step>(x));
 }
 
-// The thread's inputs become part of the head's vectors, and the history.
+// The thread's inputs become part of the head's vectors, and that of a channel joins the history.
 template <bool kGated>
 __device__ inline void prepare(const SwilaMix& op, const Here& here, const Input& in,
                                HeldShared& shared) {
@@ -144,9 +146,8 @@ __device__ inline void prepare(const SwilaMix& op, const Here& here, const Input
                     in.taps.w * in.now;
     shared.vectors[own_decay()] = x * quick_sigmoid(x);
     float* const past = past_of(op, here);
-    past[0] = in.past[1];
-    past[3 * op.heads * D] = in.past[2];
-    past[6 * op.heads * D] = in.now;
+    past[here.oldest * 3 * op.heads * D] = in.now;
+    if (here.fresh) past[3 * op.heads * D] = past[6 * op.heads * D] = 0.0f;
   }
   if constexpr (kGated) {
     shared.decay[own_decay()] = expf(-in.a * softplus(in.decay + in.shift));
@@ -293,7 +294,8 @@ __global__ __launch_bounds__(kThreads, kResident) void swila_held_kernel(
     wait_for_predecessor();
     return;
   }
-  const Here here{int(blockIdx.x), token, op.rows.first[row] == 0, slot};
+  const Here here{int(blockIdx.x), token, op.rows.first[row] == 0,
+                  ring_row(op.rows.first[row], kWidth - 1), slot};
   float* const state = at(op.state, slot) + int64_t(here.head) * J * D * D;
   // The thread's own mixture and value; another thread's too.
   const int lane = threadIdx.x % 32, i = lane % kRows, warp = threadIdx.x / 32;

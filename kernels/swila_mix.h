@@ -44,7 +44,7 @@ struct SwilaMix {
   SlotState state;      // [heads, mixtures, dim, dim]
   SlotState posterior;  // r, [heads, mixtures, dim]; temporal only
   SlotState prior;      // rho, the same
-  SlotState history;    // [conv_width - 1, q channels | k channels | v channels], oldest first
+  SlotState history;    // [conv_width - 1, q channels | k channels | v channels], a ring (ring.h)
 };
 
 }  // namespace weir

@@ -4,6 +4,7 @@
 
 #include "kernels/cpu.h"
 #include "kernels/mixer_math.h"
+#include "kernels/ring.h"
 
 namespace weir::cpu {
 namespace {
@@ -28,13 +29,19 @@ struct Place {
   Slot slot() const { return op.rows.slot[row]; }
   int64_t channel() const { return int64_t(head) * op.dim; }
   int64_t mixed() const { return channel() * op.mixtures; }
+  // This head's channels of the kept input of the row's token t, which may be before it; `group`
+  // 0, 1, 2 for q, k, v.
+  float* kept(int32_t t, int32_t group) const {
+    const int64_t channels = int64_t(op.heads) * op.dim;
+    const int32_t ring = ring_row(op.rows.first[row] + t, op.conv_width - 1);
+    return op.history.at(slot()) + (3 * ring + group) * channels + channel();
+  }
 };
 
-// silu(conv(x)) of this head's channels at the row's token t; `group` 0, 1, 2 for q, k, v.
+// silu(conv(x)) of this head's channels at the row's token t.
 void convolve(const Place& at, Acts in, const float* taps, int32_t group, int32_t t, float* out) {
   const SwilaMix& op = at.op;
-  const int32_t width = op.conv_width, channels = op.heads * op.dim;
-  const float* history = op.history.at(at.slot());
+  const int32_t width = op.conv_width;
   for (int32_t d = 0; d < op.dim; ++d) {
     const int64_t c = at.channel() + d;
     float sum = 0;
@@ -44,7 +51,7 @@ void convolve(const Place& at, Acts in, const float* taps, int32_t group, int32_
       if (source >= 0) {
         x = in.at(at.token(source))[c];
       } else if (!at.fresh()) {
-        x = history[int64_t(source + width - 1) * 3 * channels + group * channels + c];
+        x = at.kept(source, group)[d];
       }
       sum += taps[c * width + i] * x;
     }
@@ -52,21 +59,12 @@ void convolve(const Place& at, Acts in, const float* taps, int32_t group, int32_
   }
 }
 
-// Keeps the last conv_width - 1 raw inputs of this head's channels.
+// Keeps the row's last raw inputs of this head's channels, conv_width - 1 at most.
 void keep_history(const Place& at, Acts in, int32_t group) {
-  const SwilaMix& op = at.op;
-  const int32_t kept = op.conv_width - 1, channels = op.heads * op.dim;
-  float* history = op.history.at(at.slot());
-  for (int32_t i = 0; i < kept; ++i) {  // oldest first, so that nothing is read after it is written
-    const int32_t source = at.count() - kept + i;
-    float* to = history + int64_t(i) * 3 * channels + group * channels + at.channel();
-    const float* from = to + int64_t(at.count()) * 3 * channels;
-    if (source >= 0) from = in.at(at.token(source)) + at.channel();
-    if (source < 0 && at.fresh()) {
-      std::fill_n(to, op.dim, 0.0f);
-    } else {
-      std::copy_n(from, op.dim, to);
-    }
+  const int32_t dim = at.op.dim;
+  for (int32_t t = at.count() - (at.op.conv_width - 1); t < at.count(); ++t) {
+    if (t >= 0) std::copy_n(in.at(at.token(t)) + at.channel(), dim, at.kept(t, group));
+    if (t < 0 && at.fresh()) std::fill_n(at.kept(t, group), dim, 0.0f);
   }
 }
 

@@ -18,9 +18,11 @@ __device__ inline Channel channel(const SwilaMix& op, const Place& place, int i)
   const float4 tap = *reinterpret_cast<const float4*>(taps + column * kWidth);
   c.tap[0] = tap.x, c.tap[1] = tap.y, c.tap[2] = tap.z, c.tap[3] = tap.w;
   const float* history = history_of<L>(op, place, i);
+  const int oldest = ring_row(place.first, kWidth - 1);
 #pragma unroll
   for (int j = 1; j < kWidth; ++j) {
-    c.x[j] = place.fresh ? 0.0f : history[(j - 1) * 3 * op.heads * L::D];
+    const int row = ring_row_of_age(oldest, j - 1, kWidth - 1);
+    c.x[j] = place.fresh() ? 0.0f : history[row * 3 * op.heads * L::D];
   }
   return c;
 }
@@ -48,16 +50,22 @@ struct Inputs {
   }
 };
 
-// The thread's channels' last inputs become the row's history.
+// The thread's channels' last inputs of `tokens` join the row's history.
 template <class L>
-__device__ inline void remember(const SwilaMix& op, const Place& place, const Channel* own) {
+__device__ inline void remember(const SwilaMix& op, const Place& place, int tokens,
+                                const Channel* own) {
+  const int oldest = ring_row(place.first + tokens, kWidth - 1);
 #pragma unroll
   for (int u = 0; u < L::kOwn; ++u) {
     const int i = threadIdx.x + u * L::kThreads;
     if (i >= 3 * L::D) continue;
     float* const history = history_of<L>(op, place, i);
 #pragma unroll
-    for (int j = 1; j < kWidth; ++j) history[(j - 1) * 3 * op.heads * L::D] = own[u].x[j];
+    for (int j = 1; j < kWidth; ++j) {
+      if (kWidth - j > tokens && !place.fresh()) continue;  // it is there
+      const int row = ring_row_of_age(oldest, j - 1, kWidth - 1);
+      history[row * 3 * op.heads * L::D] = own[u].x[j];
+    }
   }
 }
 
@@ -108,7 +116,7 @@ template <class L>
 __device__ inline Mixed last_mixed(const SwilaMix& op, const Place& place) {
   const int mixed = (place.head * L::J + place.mixture) * L::D + place.value;
   Mixed mine{.posterior = 1.0f / L::J, .prior = 1.0f / L::J};
-  if (op.key_mix.data != nullptr && !place.fresh) {
+  if (op.key_mix.data != nullptr && !place.fresh()) {
     mine.posterior = at(op.posterior, place.slot)[mixed];
     mine.prior = at(op.prior, place.slot)[mixed];
   }
@@ -138,14 +146,14 @@ __device__ inline void run_token(const SwilaMix& op, const Place& place, bool wa
                                  Shared<L>& shared) {
   float* const first = first_of_state<L>(op, place);
   State<L> state;
-  state.load(first, place.fresh);
+  state.load(first, place.fresh());
   if (wait) wait_for_predecessor();
   Channel own[L::kOwn];
   own_channels<L>(op, place, own);
   const Inputs<L> in(op, place, own);
   Mixed mine = last_mixed<L>(op, place);
   prepare<L, kGated>(op, place, in, own, shared, mine);
-  remember<L>(op, place, own);
+  remember<L>(op, place, 1, own);
   __syncthreads();  // the token's vectors are there
   const float answer = state.template step<kGated>(shared.vectors, shared.decay, mine);
   state.store(first);
@@ -167,14 +175,14 @@ __global__ __launch_bounds__(L::kThreads, L::kResident) void swila_mix_kernel(
     wait_for_predecessor();
     return;
   }
-  Place place = place_of<L>(blockIdx.x, begin, op.rows.first[row] == 0, slot);
+  Place place = place_of<L>(blockIdx.x, begin, op.rows.first[row], slot);
   if (!fresh_state) wait_for_predecessor();
 #pragma unroll 1
   for (int t = 0; t < tokens; ++t) {
     run_token<L, kGated>(op, place, fresh_state && t == 0, shared);
     __syncthreads();  // the squares have been read
     ++place.begin;
-    place.fresh = false;
+    ++place.first;
   }
 }
 
@@ -190,15 +198,15 @@ __global__ __launch_bounds__(L::kThreads, L::kResident) void swila_rows_kernel(
   const int tokens = op.rows.begin[row + 1] - begin;
   const Slot slot = op.rows.slot[row];
   if (slot == kPadding || tokens == 0 || tokens > tokens_most) return;
-  const Place place = place_of<L>(blockIdx.x, begin, op.rows.first[row] == 0, slot);
+  const Place place = place_of<L>(blockIdx.x, begin, op.rows.first[row], slot);
   State<L> state;
-  state.load(first_of_state<L>(op, place), place.fresh);
+  state.load(first_of_state<L>(op, place), place.fresh());
   Channel own[L::kOwn];
   own_channels<L>(op, place, own);
   Mixed mine = last_mixed<L>(op, place);
   RowRunner<L, kGated>{op, place, shared}.run(tokens, state, mine, own);
   state.store(first_of_state<L>(op, place));
-  remember<L>(op, place, own);
+  remember<L>(op, place, tokens, own);
   keep_mixed<L>(op, place, mine);
 }
 

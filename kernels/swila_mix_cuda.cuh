@@ -1,5 +1,6 @@
 #pragma once
 #include "kernels/cuda_util.cuh"
+#include "kernels/ring.h"
 #include "kernels/vector_cuda.cuh"
 
 namespace weir::cuda::swila {
@@ -36,16 +37,18 @@ struct Place {
   int head;
   int mixture, value;    // the thread's own (j, d)
   int begin;             // the token it starts with, in the step
-  bool fresh;            // from a zero state
+  int first;             // that token's position
   Slot slot;
+
+  __device__ bool fresh() const { return first == 0; }  // from a zero state
 };
 
 template <class L>
-__device__ inline Place place_of(int head, int begin, bool fresh, Slot slot) {
+__device__ inline Place place_of(int head, int begin, int first, Slot slot) {
   const int lane = threadIdx.x % 32;
   return {.head = head, .mixture = lane / L::kLanes,
           .value = int(threadIdx.x) / 32 * L::kLanes + lane % L::kLanes, .begin = begin,
-          .fresh = fresh, .slot = slot};
+          .first = first, .slot = slot};
 }
 
 // What a thread's own (j, d) needs for one token, and carries to the next.

@@ -36,7 +36,9 @@ TEST(Cost, CountsWhatAnOpCannotAvoid) {
   const DeltaMix mix{.rows = {.count = 2, .tokens = 5}, .key_heads = 1, .value_heads = 2,
                      .key_dim = 8, .value_dim = 4, .conv_width = 4};
   const size_t state = 2 * 8 * 4, channels = 2 * 8 + 8;
-  EXPECT_EQ(cost(Op(mix)).bytes, 2 * 2 * (state + 3 * channels) * 4 + 4 * channels * 4);
+  const size_t inputs = 2 * 3 + 5;  // of the history read, and of five tokens written
+  EXPECT_EQ(cost(Op(mix)).bytes,
+            2 * 2 * state * 4 + inputs * channels * 4 + 4 * channels * 4);
   const Program program = {linear, linear};
   EXPECT_EQ(cost(program).bytes, 2 * cost(Op(linear)).bytes);
   EXPECT_STREQ(name(Op(linear)), "linear");

@@ -43,7 +43,7 @@ inline Steps rows_of(const std::vector<int32_t>& lengths, bool known = false) {
   for (int32_t i = 0; i < count; ++i) {
     const bool padding = lengths[size_t(i)] == 0;
     steps.slot.push_back(padding ? kPadding : count - 1 - i);
-    steps.first.push_back(i % 2 == 0 ? 9 : 0);
+    steps.first.push_back(i % 2 == 0 ? 9 + i : 0);  // every row of a convolution's ring
     steps.begin.push_back(steps.begin.back() + (padding ? 3 : lengths[size_t(i)]));
   }
   return steps;
