@@ -272,25 +272,18 @@ __device__ inline void remember(const DeltaMix& op, const Place& place, Role rol
   keep_input(past_of(op, place, role), place, channels_of(op), shared.kept[threadIdx.x]);
 }
 
-// A warp asks for what block number `block` will read to be brought to the L2 cache.
+// A warp asks for the states that block number `block` will read, and for its share of its row's
+// history, to be brought to the L2 cache.
 __device__ inline void bring_ahead(const DeltaMix& op, int block) {
-  constexpr int kPieces = 3 * (kWidth - 1);  // of the history; the state follows
-  const int piece = threadIdx.x % 32, row = block / gridDim.x, head = block % gridDim.x;
-  if (piece > kPieces || row >= int(gridDim.y)) return;
+  const int lane = threadIdx.x % 32, row = block / gridDim.x;
+  if (lane > 1 || row >= int(gridDim.y)) return;
   const Slot slot = op.rows.slot[row];
   if (slot == kPadding || op.rows.first[row] == 0) return;
-  const int heads = op.value_heads / gridDim.x, which = piece % 3;  // a block's value heads
-  if (piece == kPieces) {
-    bulk_prefetch(at(op.state, slot) + int64_t(head) * heads * kDim * kDim,
-                  uint32_t(heads) * kDim * kDim * sizeof(float));
-    return;
-  }
-  const int group = op.value_heads / op.key_heads, first = head * heads;
-  if (which != kValue && first % group != 0) return;  // another block's
-  bulk_prefetch(at(op.history, slot) + piece / 3 * channels_of(op) +
-                    (int64_t(which) * op.key_heads + (which == kValue ? first : first / group)) *
-                        kDim,
-                uint32_t(which == kValue ? heads : 1) * kDim * sizeof(float));
+  const int floats =
+      lane == 0 ? op.value_heads * kDim * kDim : (kWidth - 1) * channels_of(op);
+  const int each = floats / int(gridDim.x);
+  bulk_prefetch(at(lane == 0 ? op.state : op.history, slot) + int64_t(block % gridDim.x) * each,
+                uint32_t(each) * sizeof(float));
 }
 
 // The first `early` blocks have their states brought before the predecessor is done. `ahead`: how

@@ -114,24 +114,18 @@ struct Slice {
   int group, slices, value0;
 };
 
-// A warp asks for what block number `block` will read to be brought to the L2 cache.
-__device__ inline void bring_ahead(const DeltaMix& op, const Slice& slice, int block) {
-  constexpr int kPast = 3 * (kWidth - 1);  // pieces of the history; the state follows
-  const int piece = threadIdx.x % 32, row = block / gridDim.x, at_block = block % gridDim.x;
-  if (piece > kPast || row >= int(gridDim.y)) return;
+// A warp asks for the state that block number `block` will read, and for its share of its row's
+// history, to be brought to the L2 cache.
+__device__ inline void bring_ahead(const DeltaMix& op, int block) {
+  const int lane = threadIdx.x % 32, row = block / gridDim.x;
+  if (lane > 1 || row >= int(gridDim.y)) return;
   const Slot slot = op.rows.slot[row];
   if (slot == kPadding || op.rows.first[row] == 0) return;
-  if (piece == kPast) {
-    bulk_prefetch(at(op.state, slot) + int64_t(at_block) * kSlice * kKeys,
-                  kSlice * kKeys * sizeof(float));
-    return;
-  }
-  const int which = piece % 3, blocks = slice.group * slice.slices;
-  if (which != kValue && at_block % blocks != 0) return;  // another block's
-  const int column = which == kValue ? at_block * kSlice : at_block / blocks * kKeys;
-  bulk_prefetch(at(op.history, slot) + piece / 3 * channels_of<kKeys>(op) +
-                    which * op.key_heads * kKeys + column,
-                uint32_t(which == kValue ? kSlice : kKeys) * sizeof(float));
+  const int floats = lane == 0 ? op.value_heads * op.value_dim * kKeys
+                               : (kWidth - 1) * channels_of<kKeys>(op);
+  const int each = floats / int(gridDim.x);
+  bulk_prefetch(at(lane == 0 ? op.state : op.history, slot) + int64_t(block % gridDim.x) * each,
+                uint32_t(each) * sizeof(float));
 }
 
 // out = rms(o) * norm_weight [* gate_act(gate)], once the cluster's blocks have met.
@@ -200,7 +194,7 @@ __global__ __launch_bounds__(kThreads, kResident) void slice_kernel(
   load_new<kKeys>(op, place, own, raw);
   if (again) load_new<kKeys>(op, place, other, more);
   if (block >= early) bring(state, place.fresh, shared);
-  if (thread / 32 == kWarps - 1) bring_ahead(op, slice, block + ahead);
+  if (thread / 32 == kWarps - 1) bring_ahead(op, block + ahead);
   prepare<kKeys>(op, place, own, raw, shared);
   if (again) prepare<kKeys>(op, place, other, more, shared);
   __syncthreads();  // the slice's vectors are there

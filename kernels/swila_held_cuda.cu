@@ -248,22 +248,19 @@ struct Held {
   }
 };
 
-// A warp asks for what block number `block` will read to be brought to the L2 cache.
+// A warp asks for the state and the distributions that block number `block` will read, and for its
+// share of its row's history, to be brought to the L2 cache.
 __device__ inline void bring_ahead(const SwilaMix& op, int block) {
-  constexpr int kPieces = 3 * (kWidth - 1);  // of the history; state and distributions follow
-  const int piece = threadIdx.x % 32, row = block / gridDim.x, head = block % gridDim.x;
-  const int pieces = kPieces + (op.key_mix.data != nullptr ? 3 : 1);
-  if (piece >= pieces || row >= int(gridDim.y)) return;
+  constexpr int kPast = (kWidth - 1) * 3 * D;  // the history's floats of a head
+  const int row = block / gridDim.x, head = block % gridDim.x;
+  if (threadIdx.x % 32 != 0 || row >= int(gridDim.y)) return;
   const Slot slot = op.rows.slot[row];
   if (slot == kPadding || op.rows.first[row] == 0) return;
-  if (piece < kPieces) {
-    bulk_prefetch(at(op.history, slot) + (piece * op.heads + head) * D, D * sizeof(float));
-  } else if (piece == kPieces) {
-    bulk_prefetch(at(op.state, slot) + int64_t(head) * J * D * D, J * D * D * sizeof(float));
-  } else {
-    const SlotState& mixed = piece == kPieces + 1 ? op.posterior : op.prior;
-    bulk_prefetch(at(mixed, slot) + head * J * D, J * D * sizeof(float));
-  }
+  bulk_prefetch(at(op.state, slot) + head * J * D * D, J * D * D * sizeof(float));
+  bulk_prefetch(at(op.history, slot) + head * kPast, kPast * sizeof(float));
+  if (op.key_mix.data == nullptr) return;
+  bulk_prefetch(at(op.posterior, slot) + head * J * D, J * D * sizeof(float));
+  bulk_prefetch(at(op.prior, slot) + head * J * D, J * D * sizeof(float));
 }
 
 // Normalises and writes the head's output, of which the thread has one value.
