@@ -286,6 +286,33 @@ __device__ inline void bring_ahead(const DeltaMix& op, int block) {
                 uint32_t(each) * sizeof(float));
 }
 
+// A warp asks for the raw vectors of block number `block`'s first head, 32 floats a lane: where so
+// many states pass through the L2 cache, they are there no longer.
+__device__ inline void bring_vectors_ahead(const DeltaMix& op, int heads, int block) {
+  constexpr int kLines = kDim / 32;  // of a vector
+  const int lane = threadIdx.x % 32, row = block / gridDim.x;
+  if (row >= int(gridDim.y)) return;
+  const int value_head = int(block % gridDim.x) * heads;
+  const int key_head = value_head / (op.value_heads / op.key_heads);
+  const float* from = nullptr;
+  int64_t stride = 0;
+  int head = value_head;
+  switch (lane / kLines) {
+    case 0: from = op.q.data, stride = op.q.stride, head = key_head; break;
+    case 1: from = op.k.data, stride = op.k.stride, head = key_head; break;
+    case 2: from = op.v.data, stride = op.v.stride; break;
+    case 3: from = op.gate.data, stride = op.gate.stride; break;
+    case 4: from = op.write.data, stride = op.write.stride; break;
+    case 5: from = op.erase.data, stride = op.erase.stride, head = key_head; break;
+    case 6:
+      if (op.decay != Decay::PerChannel) return;
+      from = op.decay_in.data, stride = op.decay_in.stride;
+      head = value_head * op.decay_heads / op.value_heads;
+  }
+  if (from == nullptr) return;
+  prefetch_line(from + op.rows.begin[row] * stride + (head * kLines + lane % kLines) * 32);
+}
+
 // The first `early` blocks have their states brought before the predecessor is done. `ahead`: how
 // many blocks later the one is whose states a block brings to L2.
 template <bool kLanded, Sharing kSharing>
@@ -326,6 +353,7 @@ __global__ __launch_bounds__(kThreads, kResident) void held_kernel(
     load_new(op, place, role, raw);
     if (!first) held.load(state, place.fresh, shared);
     if (i == 0 && warp == kWarps - 1) bring_ahead(op, block + ahead);
+    if (kLanded && i == 0 && warp == kWarps - 2) bring_vectors_ahead(op, heads, block + ahead);
     prepare<kSharing>(op, place, role, raw, shared);
     __syncthreads();  // the head's vectors are there
     if (kSharing == Sharing::Cluster) cluster_started();  // this block has read the history

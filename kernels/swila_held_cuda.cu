@@ -263,6 +263,30 @@ __device__ inline void bring_ahead(const SwilaMix& op, int block) {
   bulk_prefetch(at(op.prior, slot) + head * J * D, J * D * sizeof(float));
 }
 
+// A warp asks for the token's own vectors of block number `block`, 32 floats a lane: those of all
+// mixtures, or q, k, v and the mixes. Where so many states pass through the L2 cache, they are
+// there no longer.
+__device__ inline void bring_vectors_ahead(const SwilaMix& op, int block, bool mixtures) {
+  const int lane = threadIdx.x % 32, row = block / gridDim.x, lines = (mixtures ? J * D : D) / 32;
+  if (row >= int(gridDim.y)) return;
+  const float* from = nullptr;
+  int64_t stride = 0;
+  switch (mixtures ? lane / lines : 4 + lane / lines) {
+    case 0: from = op.key_router.data, stride = op.key_router.stride; break;
+    case 1: from = op.query_router.data, stride = op.query_router.stride; break;
+    case 2: from = op.beta.data, stride = op.beta.stride; break;
+    case 3: from = op.decay_in.data, stride = op.decay_in.stride; break;
+    case 4: from = op.q.data, stride = op.q.stride; break;
+    case 5: from = op.k.data, stride = op.k.stride; break;
+    case 6: from = op.v.data, stride = op.v.stride; break;
+    case 7: from = op.key_mix.data, stride = op.key_mix.stride; break;
+    case 8: from = op.query_mix.data, stride = op.query_mix.stride; break;
+  }
+  if (from == nullptr) return;
+  const int line = int(block % gridDim.x) * lines + lane % lines;
+  prefetch_line(from + op.rows.begin[row] * stride + line * 32);
+}
+
 // Normalises and writes the head's output, of which the thread has one value.
 __device__ inline void finish(const SwilaMix& op, const Here& here, int value, float out,
                               float weight, const HeldShared& shared, const SplitVectors& split) {
@@ -307,6 +331,9 @@ __global__ __launch_bounds__(kThreads, kResident) void swila_held_kernel(
   load_new<kGated>(op, here, in);
   if (block >= early) held.load(state, here.fresh);
   if (warp == kWarps - 1) bring_ahead(op, block + ahead);
+  if (kLanded && (warp == 0 || warp == kWarps - 2)) {
+    bring_vectors_ahead(op, block + ahead, warp == 0);
+  }
   prepare<kGated>(op, here, in, shared);
   __syncthreads();  // the head's vectors are there
   held.arrive(here.fresh);
