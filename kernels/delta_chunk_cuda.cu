@@ -216,8 +216,9 @@ Chunks run_chunks(const DeltaMix& op, Context& context) {
   }
   const bool exact = chunks.left.high == nullptr || !op.read_once ||
                      !next_reads_split(op.out, dim, op.rows.tokens, context);
-  // A warp an answer: with eight in turn a prompt by itself waited 20 us a layer for them.
-  const int64_t blocks = norm ? int64_t(op.rows.tokens) * op.value_heads / 8 : 8;
+  // A warp an answer: with eight in turn a prompt by itself waited 20 us a layer for them. The
+  // history alone: three numbers a thread.
+  const int64_t blocks = norm ? int64_t(op.rows.tokens) * op.value_heads / 8 : 24;
   const int rows = chunk::prompts(op);
   const int64_t most = std::max(8, 32 * context.multiprocessors / rows);
   launch(context, {.grid = dim3(std::clamp<int64_t>(blocks, 8, most), rows), .block = dim3(256)},

@@ -4,8 +4,9 @@ namespace weir::cuda {
 namespace {
 
 // One block a token. For few of them the vectors are in cache and what is left is latency; for many
-// the floor is in read once and out, or its split form, written once.
-constexpr int kThreads = 256;
+// the floor is in read once and out, or its split form, written once, and blocks are small, so that
+// many tokens are on their way.
+constexpr int kThreads = 256, kFewThreads = 128, kManyTokens = 2048;
 constexpr int kKept = 4;  // fours of one thread that are read once
 
 struct Output {
@@ -42,12 +43,12 @@ struct Numbers {
   }
 };
 
-template <int kWide>
-__global__ __launch_bounds__(kThreads) void rms_norm_kernel(const __grid_constant__ RmsNorm op,
-                                                            Output to) {
+template <int kWide, int kBlock>
+__global__ __launch_bounds__(kBlock) void rms_norm_kernel(const __grid_constant__ RmsNorm op,
+                                                          Output to) {
   let_successor_start();
   wait_for_predecessor();
-  constexpr int kStep = kThreads * kWide;
+  constexpr int kStep = kBlock * kWide;
   const float* in = at(op.in, blockIdx.x);
   float* out = at(op.out, blockIdx.x);
   const int first = threadIdx.x * kWide;
@@ -64,11 +65,11 @@ __global__ __launch_bounds__(kThreads) void rms_norm_kernel(const __grid_constan
     sum += more.squares();
   }
 
-  __shared__ float partial[kThreads / 32];
+  __shared__ float partial[kBlock / 32];
   sum = sum_over_lanes(sum);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
   __syncthreads();  // all partial sums are there
-  sum = threadIdx.x % 32 < kThreads / 32 ? partial[threadIdx.x % 32] : 0.0f;
+  sum = threadIdx.x % 32 < kBlock / 32 ? partial[threadIdx.x % 32] : 0.0f;
   const float scale = 1.0f / sqrtf(sum_over_lanes(sum) / float(op.dim) + op.eps);
   const auto finish = [&](Numbers<kWide>& x, int i) {
     Numbers<kWide> weight;
@@ -93,14 +94,19 @@ void run(const RmsNorm& op, Context& context) {
   if (op.tokens == 0) return;
   const bool fours = op.dim % 4 == 0 && by_fours(op.in) && by_fours(op.out) &&
                      reinterpret_cast<uintptr_t>(op.weight) % 16 == 0;
-  const Shape shape{.grid = dim3(op.tokens), .block = dim3(kThreads)};
+  Shape shape{.grid = dim3(op.tokens), .block = dim3(kThreads)};
   if (!fours) {
-    launch(context, shape, rms_norm_kernel<1>, op, Output{{}, true});
+    launch(context, shape, rms_norm_kernel<1, kThreads>, op, Output{{}, true});
     return;
   }
   const SplitVectors split = leave_split(op.out, op.dim, op.tokens, context);
   const bool writes = !op.read_once || !next_reads_split(op.out, op.dim, op.tokens, context);
-  launch(context, shape, rms_norm_kernel<4>, op, Output{split, writes});
+  const Output to{split, writes};
+  if (op.tokens < kManyTokens || op.dim > 4 * kKept * kFewThreads) {
+    return launch(context, shape, rms_norm_kernel<4, kThreads>, op, to);
+  }
+  shape.block = dim3(kFewThreads);
+  launch(context, shape, rms_norm_kernel<4, kFewThreads>, op, to);
 }
 
 }  // namespace weir::cuda

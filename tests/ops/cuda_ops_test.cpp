@@ -25,12 +25,15 @@ TEST_F(CudaTest, GatherTakesTheAskedTokens) {
 }
 
 TEST_F(CudaTest, RmsNormOfShortAndLongVectors) {
-  for (const int dim : {32, 2048, 5000}) {
+  const auto check = [&](int tokens, int dim) {
     same("rms_norm " + std::to_string(dim), 1e-6, [&](Side& side) -> Program {
-      return {RmsNorm{.tokens = 3, .dim = dim, .eps = 1e-6f, .weight = side.floats(size_t(dim)),
-                      .in = side.acts(3, dim), .out = side.out(3, dim, "out")}};
+      return {RmsNorm{.tokens = tokens, .dim = dim, .eps = 1e-6f,
+                      .weight = side.floats(size_t(dim)), .in = side.acts(tokens, dim),
+                      .out = side.out(tokens, dim, "out")}};
     });
-  }
+  };
+  for (const int dim : {32, 2048, 5000}) check(3, dim);
+  for (const int dim : {96, 2048}) check(2100, dim);  // small blocks
 }
 
 TEST_F(CudaTest, SwigluInPlaceAndBeside) {
