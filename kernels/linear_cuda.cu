@@ -496,11 +496,14 @@ size_t run_fused(std::span<const Op> ops, Context& context) {
   const auto* const reader = ops.size() > 2 ? std::get_if<Linear>(&ops[2]) : nullptr;
   if (const auto* const gate = std::get_if<Swiglu>(&ops[1])) {
     if (!fits(*op, *gate)) return 0;
+    const Linear* const next = std::exchange(context.next, reader);
     if (fits_hopper(*op, context)) {
-      run_hopper(*op, {.gate = gate}, context);
+      run_hopper(*op,
+                 {.gate = gate,
+                  .split_alone = next_reads_split(gate->out, gate->dim, gate->tokens, context)},
+                 context);
       return 2;
     }
-    const Linear* const next = std::exchange(context.next, reader);
     if (!may_be_gated(*op, *gate, context)) {
       context.next = next;
       return 0;

@@ -19,6 +19,7 @@ void run_small(const Linear& op, Context& context);  // any Linear
 struct Epilogue {
   const Swiglu* gate = nullptr;
   const RmsNorm* norm = nullptr;
+  bool split_alone = false;  // what the gate leaves is read as split vectors alone
 };
 // bf16, 16-byte aligned, few tokens.
 void run_hopper(const Linear& op, const Epilogue& epilogue, Context& context);

@@ -29,6 +29,8 @@ struct Job {
   int squares_count;             // 0: x lacks no scale
   float eps;
   bool accumulate, gated;
+  bool split_alone;              // gated: y is read as split vectors alone
+  bool alone;                    // see store_alone()
   bool plain;                    // y is stored in fours and has no bias
   Acts y;                        // gated: silu(gate) * up
   SplitVectors split;            // gated or normed: y, or y times norm_weight; or null
@@ -74,6 +76,8 @@ __device__ inline float4 times(const float4& a, float b) {
 struct Team {
   int thread, count;
   __device__ void meet() const { barrier_among<2>(count); }
+  // Arrives where the others meet.
+  __device__ void leave() const { asm volatile("bar.arrive 2, %0;" ::"r"(count) : "memory"); }
 };
 
 // What x's norm multiplies each token by, or 1; for later, by `threads` threads.
@@ -212,8 +216,60 @@ __device__ inline void store_gated(const Job& job, const Block& block, const Tea
     const float4 u = times(sum_of<kCluster>(mine + kRows / 2), scale[token]);
     if (row >= block.rows) continue;
     const float4 v = {gated(g.x, u.x), gated(g.y, u.y), gated(g.z, u.z), gated(g.w, u.w)};
-    *reinterpret_cast<float4*>(at(job.y, token) + row) = v;
+    if (!job.split_alone) *reinterpret_cast<float4*>(at(job.y, token) + row) = v;
     store_split(job.split, int64_t(token) * block.rows + row, v);
+  }
+}
+
+// Two lanes' pairs of eight columns and of the next eight become four neighbours of the one and
+// four of the other: what this lane stores.
+__device__ inline float4 four_of(const float2& a, const float2& b, bool second) {
+  const float2 given = second ? a : b;
+  const float2 got = {__shfl_xor_sync(~0u, given.x, 1), __shfl_xor_sync(~0u, given.y, 1)};
+  if (second) return {got.x, got.y, b.x, b.y};
+  return {a.x, a.y, got.x, got.y};
+}
+
+// A warpgroup's sums straight from its registers, of a block that has all columns of its rows.
+template <int kRows>
+__device__ inline void store_alone(const Job& job, const Block& block, const float* scale,
+                                   const float (&sum)[kRows / 2]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool second = lane % 2 != 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int token = warp * 16 + half * 8 + lane / 4;
+    const bool wanted = token < job.tokens;
+    const float by = wanted ? scale[token] : 0.0f;
+    float* const to = at(job.y, wanted ? token : 0) + block.above;
+    const int64_t split_to = int64_t(token) * block.rows;
+    const auto pair = [&](int j) {
+      return float2{sum[4 * j + 2 * half] * by, sum[4 * j + 2 * half + 1] * by};
+    };
+    const auto gated_pair = [&](int j) {
+      const float2 g = pair(j), u = pair(j + kRows / 16);
+      return float2{gated(g.x, u.x), gated(g.y, u.y)};
+    };
+    const int row = block.first_row + lane % 4 / 2 * 4 + (second ? 8 : 0);
+    if constexpr (kRows % 32 == 0) {
+      if (job.gated) {
+#pragma unroll
+        for (int j = 0; j < kRows / 16; j += 2) {
+          const float4 v = four_of(gated_pair(j), gated_pair(j + 1), second);
+          if (!wanted || row + 8 * j >= block.rows) continue;
+          if (!job.split_alone) *reinterpret_cast<float4*>(to + row + 8 * j) = v;
+          store_split(job.split, split_to + row + 8 * j, v);
+        }
+        continue;
+      }
+    }
+    if constexpr (kRows % 16 == 0) {
+#pragma unroll
+      for (int j = 0; j < kRows / 8; j += 2) {
+        const float4 v = four_of(pair(j), pair(j + 1), second);
+        if (wanted && row + 8 * j < block.rows) *reinterpret_cast<float4*>(to + row + 8 * j) = v;
+      }
+    }
   }
 }
 

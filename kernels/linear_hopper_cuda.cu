@@ -223,6 +223,7 @@ __global__ __launch_bounds__(most_threads(kRows, kGroups), 1) void linear_kernel
     wait_for_predecessor();
     constexpr int kFirst = (4 * kGroups + 1) * 32;
     load_scales(job, scale, int(threadIdx.x) - kFirst, int(blockDim.x) - kFirst);
+    if (job.alone) return team.leave();
     old = Old(job, block, share, kRows / 4, team.thread);
   } else {
     if (block.first < block.end) {
@@ -230,12 +231,16 @@ __global__ __launch_bounds__(most_threads(kRows, kGroups), 1) void linear_kernel
     } else {
       wait_for_predecessor();
     }
-    old = Old(job, block, share, kRows / 4, team.thread);
+    if (!job.alone) old = Old(job, block, share, kRows / 4, team.thread);
     float sum[kRows / 2] = {};
     if (job.planes == 2) {
       add_stages<kRows, true>(job, block, ring, group, sum);
     } else {
       add_stages<kRows, false>(job, block, ring, group, sum);
+    }
+    if (job.alone) {
+      team.meet();  // the scales are there
+      return store_alone<kRows>(job, block, scale, sum);
     }
     // Every warpgroup has read the ring: its room is free.
     asm volatile("bar.sync 1, %0;" ::"n"(kGroups * kGroupThreads) : "memory");
@@ -261,11 +266,13 @@ __global__ __launch_bounds__(most_threads(kRows, kGroups), 1) void linear_kernel
 
 // Of a multiprocessor's 228 KB of shared memory. 2 KB a block are taken besides.
 constexpr size_t kWhole = 217 << 10, kOdd = 231 << 9, kEven = 217 << 9;
-constexpr int kHalfRegisters = 32 << 10;
+// Each of its four parts has 512 registers of a warp, and a quarter of a block's warps.
+constexpr int kHalfRegisters = 256;
 constexpr int kLeastStages = 5;  // that half of it must hold
-// Where a block has all of it, the predecessor is about to end when it starts: x does not wait for
-// more stages of the matrix than these, or half as many with two planes of it.
-constexpr int kEarlyStages = 4;
+// Stages of the matrix that are asked for before x can be, as x then waits for them: where a block
+// has all of the shared memory, the predecessor is about to end when it starts, and with two planes
+// of x there are half as many; where it has half, the predecessor still reads what it needs.
+constexpr int kEarlyStages = 4, kEarlyInHalf = 3;
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
@@ -382,6 +389,7 @@ void lay_epilogue(const Epilogue& epilogue, int tiles, Context& context, Job& jo
   if (epilogue.gate != nullptr) {
     const Swiglu& gate = *epilogue.gate;
     job.split = leave_split(gate.out, gate.dim, gate.tokens, context);
+    job.split_alone = epilogue.split_alone;
   }
   if (epilogue.norm != nullptr) {
     const RmsNorm& norm = *epilogue.norm;
@@ -433,19 +441,22 @@ void start(Job& job, const Tiling& tiling, Context& context) {
   // Where half of the shared memory keeps enough on its way, a block leaves room for its
   // successor's. Two of one launch on a multiprocessor would take twice as long, so there is no
   // room for that: odd launches take more than half of the shared memory, even ones more than half
-  // of the registers.
+  // of the registers. Warps come in fours, so that all parts of a multiprocessor have as many.
   if (kGroups == 1 && sums <= kEven && beyond + kLeastStages * stage <= kEven) {
     context.odd = !context.odd;
     shared = context.odd ? kOdd : kEven;
     cudaFuncAttributes attributes;
     WEIR_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-    const int half = kHalfRegisters / ((attributes.numRegs + 7) / 8 * 8) / 32 * 32;
-    threads = std::min(threads, context.odd ? half : half + 32);
+    const int registers = (attributes.numRegs + 7) / 8 * 8;
+    const int fours = context.odd ? kGroups + 1 : kHalfRegisters / registers + 1;
+    threads = std::min(threads, fours * kGroupThreads);
   }
   WEIR_CHECK(threads > kGroups * kGroupThreads + 32);  // a warp that copies, one that reads scales
   const int share = (job.chunks + job.cluster - 1) / job.cluster;
   job.stages = std::min({int((shared - beyond) / stage), share, kMostStages});
-  job.early = shared == kWhole ? kEarlyStages / job.planes : kMostStages;
+  job.early = shared == kWhole ? kEarlyStages / job.planes : kEarlyInHalf;
+  job.alone = job.cluster == 1 && job.plain && !job.accumulate && job.norm_weight == nullptr &&
+              kRows % (job.gated ? 32 : 16) == 0;
   WEIR_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        int(shared)));
   launch(context,
