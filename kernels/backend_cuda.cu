@@ -17,7 +17,7 @@ namespace {
 
 constexpr size_t kAlign = 256;
 constexpr size_t kPinnedBytes = size_t(8) << 20;  // each way, of each lane
-constexpr size_t kGraphsKept = 256;
+constexpr size_t kGraphsKept = 512;
 constexpr size_t kScratchMost = size_t(192) << 20;  // of each half: 16,384 bf16 vectors of 5,632
 
 // Device memory that is only ever handed out, piece after piece, so that tensors adopted one after
@@ -321,6 +321,12 @@ void CudaBackend::enqueue(const Program& program, Recorded& entry, bool changed)
   }
 }
 
+// A graph takes memory of the device when it is made and when it first runs.
+void check_graph(cudaError_t error) {
+  if (error == cudaErrorMemoryAllocation) cuda::no_room("a step's graph");
+  WEIR_CUDA_CHECK(error);
+}
+
 // A program is known again by where its ops lie and by every byte of them. Padding bytes may make
 // it look new; they never make two programs look the same.
 Recorded& CudaBackend::recorded(const Program& program, bool& known) {
@@ -343,11 +349,9 @@ Recorded& CudaBackend::recorded(const Program& program, bool& known) {
   return entry;
 }
 
-// It may still run.
+// One that still runs is freed once it is done.
 void CudaBackend::forget(cudaGraphExec_t graph) {
-  if (graph == nullptr) return;
-  WEIR_CUDA_CHECK(cudaStreamSynchronize(context_.stream));
-  WEIR_CUDA_CHECK(cudaGraphExecDestroy(graph));
+  if (graph != nullptr) WEIR_CUDA_CHECK(cudaGraphExecDestroy(graph));
 }
 
 void CudaBackend::run(const Program& program) {
@@ -361,12 +365,10 @@ void CudaBackend::run(const Program& program) {
     WEIR_CUDA_CHECK(cudaStreamBeginCapture(context_.stream, cudaStreamCaptureModeThreadLocal));
     enqueue(program, entry, false);
     WEIR_CUDA_CHECK(cudaStreamEndCapture(context_.stream, &graph));
-    const cudaError_t made = cudaGraphInstantiate(&entry.graph, graph, 0);
-    if (made == cudaErrorMemoryAllocation) cuda::no_room("a step's graph");
-    WEIR_CUDA_CHECK(made);
+    check_graph(cudaGraphInstantiate(&entry.graph, graph, 0));
     WEIR_CUDA_CHECK(cudaGraphDestroy(graph));
   }
-  WEIR_CUDA_CHECK(cudaGraphLaunch(entry.graph, context_.stream));
+  check_graph(cudaGraphLaunch(entry.graph, context_.stream));
 }
 
 void CudaBackend::finish() {

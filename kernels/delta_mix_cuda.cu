@@ -512,7 +512,9 @@ void run(const DeltaMix& op, Context& context) {
   // Rows that an op of the step makes may be empty and long, though they are as many as the tokens.
   const bool single = longest == 1 && !op.rows.computed;
   const int heads = op.rows.count * op.value_heads;
-  if (single && plain && heads >= kHeldHeads && holds(op, context)) return run_held(op, context);
+  if (single && plain && heads >= kHeldHeads && op.rows.singles != 0 && holds(op, context)) {
+    return run_held(op, context);
+  }
   if (single && plain) {
     const bool sliced = slices(op, context);
     if (heads >= (sliced ? kManySlices : kStreamHeads) && streams(op, context)) {

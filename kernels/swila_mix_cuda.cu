@@ -241,10 +241,12 @@ void start(const SwilaMix& op, Context& context, int tokens_most = INT_MAX) {
 }
 
 bool aligned(const SwilaMix& op) {
-  bool all = op.state.stride % 4 == 0;
-  for (const float* p : {static_cast<const float*>(op.state.data), op.conv_q, op.conv_k,
-                         op.conv_v}) {
-    all = all && reinterpret_cast<uintptr_t>(p) % 16 == 0;
+  bool all = true;
+  for (const SlotState& part : {op.state, op.history, op.posterior, op.prior}) {
+    all = all && reinterpret_cast<uintptr_t>(part.data) % 16 == 0 && part.stride % 4 == 0;
+  }
+  for (const float* taps : {op.conv_q, op.conv_k, op.conv_v}) {
+    all = all && reinterpret_cast<uintptr_t>(taps) % 16 == 0;
   }
   return all;
 }

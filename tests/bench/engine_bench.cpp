@@ -182,7 +182,7 @@ int run(const char* folder, Load load, const std::vector<int32_t>& streams) {
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    std::fprintf(stderr, "usage: engine_bench MODEL_DIR [STREAMS] [PROMPT] [ANSWER] [SECONDS] "
+    std::fprintf(stderr, "usage: engine_bench MODEL_DIR [STREAMS,..] [PROMPT] [ANSWER] [SECONDS] "
                          "[DEVICE] [VECTORS]\n");
     return 2;
   }
@@ -191,6 +191,10 @@ int main(int argc, char** argv) {
   for (const char* at = argc > 2 ? argv[2] : "32"; at != nullptr; at = std::strchr(at, ',')) {
     at += *at == ',' ? 1 : 0;
     streams.push_back(std::atoi(at));
+    if (streams.back() < 1) {
+      std::fprintf(stderr, "STREAMS %s: expected numbers of 1 or more, as in 1,32,128\n", argv[2]);
+      return 2;
+    }
   }
   if (argc > 3) load.prompt_tokens = std::atoi(argv[3]);
   if (argc > 4) load.answer_tokens = std::atoi(argv[4]);

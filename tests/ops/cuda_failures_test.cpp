@@ -4,6 +4,7 @@
 
 #include <csignal>
 #include <cstddef>
+#include <cstdio>
 #include <cstdlib>
 
 #include "tests/ops/cuda_compare.h"
@@ -109,9 +110,10 @@ TEST_F(CudaFailures, NoRoomBesideThePoolIsNoAbort) {
     };
     Linear linear{.in = 256, .parts = 1, .x = vectors(), .y = vectors()};
     linear.part[0] = {backend->allocate(256 * 256 * 2), 256, 256, DType::BF16};
-    for (size_t piece = size_t(1) << 30; piece >= 4096; piece /= 2) {
+    for (size_t piece = size_t(1) << 30; piece >= size_t(2) << 20; piece /= 2) {
       while (backend->info().free_bytes > 2 * piece) backend->allocate(piece);
     }
+    std::fprintf(stderr, "the device is full\n");
     for (int32_t tokens = 256; tokens > 0; --tokens) {
       linear.tokens = tokens;
       const Program program(64, linear);
@@ -120,7 +122,8 @@ TEST_F(CudaFailures, NoRoomBesideThePoolIsNoAbort) {
     backend->finish();
     std::exit(0);
   };
-  EXPECT_EXIT(run_programs(), [](int status) { return WIFEXITED(status); }, "");
+  EXPECT_EXIT(run_programs(), [](int status) { return WIFEXITED(status); },
+              "the device is full");
 }
 
 // An access that is not allowed leaves a device of which nothing can be used any more, as one that

@@ -66,7 +66,7 @@ TEST(PaddedShape, AreFewUnderLoad) {
     ASSERT_EQ(padded.singles, -1);
     shapes.emplace(padded.rows, padded.tokens, padded.outputs, padded.longer);
   }
-  EXPECT_LE(shapes.size(), 640u);  // a runner keeps 1,024 programs; unpadded there are 90,000
+  EXPECT_LE(shapes.size(), 640u);  // 512 graphs are kept; unpadded there are 90,000
 }
 
 TEST(PaddedShape, APromptByItselfAndLargeStepsAreLeftAlone) {
