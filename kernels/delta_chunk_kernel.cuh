@@ -10,10 +10,13 @@ namespace weir::cuda::chunk {
 // channel 25,000.
 template <bool kChannel>
 constexpr int kPrepareBlocks = kChannel ? 2 : 4;  // on a multiprocessor
+constexpr int kFewBlocks = 2;  // where that is room for all: each asks for more at one time
 
-template <int K, bool kChannel>
-__global__ __launch_bounds__(kPreparers, kPrepareBlocks<kChannel>) void delta_prepare_kernel(
+template <int K, bool kChannel, int kBlocks>
+__global__ __launch_bounds__(kPreparers, kBlocks) void delta_prepare_kernel(
     const __grid_constant__ DeltaMix op, const __grid_constant__ Turn turn) {
+  using Preparer = chunk::Preparer<K, kChannel, Workshop<K, kChannel>, DeviceSource,
+                                   K == 128 && kBlocks == kFewBlocks ? 8 : 4>;
   using Shop = Workshop<K, kChannel>;
   extern __shared__ __align__(128) unsigned char space[];
   auto& shop = *reinterpret_cast<Shop*>(space);
@@ -32,13 +35,13 @@ __global__ __launch_bounds__(kPreparers, kPrepareBlocks<kChannel>) void delta_pr
   if (shop.row >= 0) {
     const Place place = place_of(op, shop.row, head);
     const int first = shop.chunk * kTokens;
-    const Preparer<K, kChannel> preparer{op, place, shop, {op, place, first}, first};
+    const Preparer preparer{op, place, shop, {op, place, first}, first};
     const Products<K, kChannel> products{shop};
     ScalarLogits logits;
     if (warp == 7) logits.load(op, place, preparer.first);
     if (warp == 7) preparer.scalar_gates(logits);
     if constexpr (kChannel) {
-      typename Preparer<K, kChannel>::RunLogs g;
+      typename Preparer::RunLogs g;
       preparer.channel_logs(g);
       __syncthreads();
       preparer.join_logs(g);
@@ -65,9 +68,9 @@ __global__ __launch_bounds__(kPreparers, kPrepareBlocks<kChannel>) void delta_pr
   if (turn.follows && last) wait_for_predecessor();
 }
 
-template <int K, bool kChannel>
+template <int K, bool kChannel, int kBlocks>
 void start_prepare(const DeltaMix& op, Context& context, const Turn& turn) {
-  const auto kernel = delta_prepare_kernel<K, kChannel>;
+  const auto kernel = delta_prepare_kernel<K, kChannel, kBlocks>;
   constexpr size_t kBytes = sizeof(Workshop<K, kChannel>);
   static_assert(kBytes <= (kChannel ? 113 : 56) * 1024);
   WEIR_CUDA_CHECK(
@@ -75,6 +78,16 @@ void start_prepare(const DeltaMix& op, Context& context, const Turn& turn) {
   launch(context,
          {.grid = dim3(op.value_heads, turn.count), .block = dim3(kPreparers), .shared = kBytes},
          kernel, op, turn);
+}
+
+template <int K, bool kChannel>
+void start_prepare(const DeltaMix& op, Context& context, const Turn& turn) {
+  // Blocks without a tile take little room for long.
+  const int64_t blocks = int64_t(op.rows.tokens / kTokens + 1) * op.value_heads;
+  if (blocks <= kFewBlocks * context.multiprocessors) {
+    return start_prepare<K, kChannel, kFewBlocks>(op, context, turn);
+  }
+  start_prepare<K, kChannel, kPrepareBlocks<kChannel>>(op, context, turn);
 }
 
 template <int K, bool kChannel, int kWarps>

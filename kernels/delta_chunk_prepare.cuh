@@ -440,7 +440,7 @@ struct Preparer {
   // Values, convolved, activated and times beta or the write gate, to the tile's slices: 64 values
   // by each half of the block.
   __device__ void values(half* slices) const {
-    constexpr int kCount = kChannel ? 8 : 4;
+    constexpr int kCount = kChannel ? 8 : kPass;
     const int thread = threadIdx.x % 128, first_value = threadIdx.x / 128 * 64 + thread % 16 * 4;
     constexpr int kPasses = 8 / kCount;  // of a thread's tokens
 #pragma unroll 1
