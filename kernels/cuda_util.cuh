@@ -193,7 +193,7 @@ void launch(Context& context, const Shape& shape, void (*kernel)(Params...), con
 }
 
 // Returns when all earlier kernels of the stream are done and what they wrote can be read. Every
-// kernel calls it, also one with nothing to read: the next one relies on it.
+// kernel that launch() starts calls it, though it reads nothing: the next one relies on it.
 __device__ inline void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

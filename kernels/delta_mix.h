@@ -67,7 +67,7 @@ struct DeltaMix {
   Acts answer_add;            // the same shape, or null
 
   Acts out;           // [tokens, value_heads * value_dim]
-  // out is read by the next op alone: what that reads split need not be there.
+  // out has one reader: where that is the next op, what it reads split need not be there.
   bool read_once = false;
   SlotState state;    // [value_heads, value_dim, key_dim]
   // [conv_width - 1, q channels | k channels | v channels], a ring (ring.h); v's only when ours

@@ -45,7 +45,7 @@ __global__ __launch_bounds__(kThreads) void read_kernel(const uint4* data, int64
 
 // Rounded up to an eighth of an octave, of many to a quarter: they have one algorithm.
 int about_as_many(int tokens) {
-  constexpr int kMany = 1024;
+  constexpr int kMany = 1024;  // a start tries sizes as near one another (Runner)
   const int octave = int(std::bit_floor(unsigned(std::max(tokens - 1, 1))));
   const int part = std::max(octave / (tokens <= kMany ? 8 : 4), 1);
   return (tokens + part - 1) / part * part;

@@ -87,7 +87,6 @@ __device__ inline float value_of(uint64_t key) {
 __device__ inline uint32_t ordered(float value) { return uint32_t(key_of(value, 0) >> 32); }
 __device__ inline float unordered(uint32_t bits) { return value_of(uint64_t(bits) << 32); }
 
-
 // Uniform in [0, 1): the number that the CPU draws.
 __device__ inline double uniform(uint64_t seed, int32_t position) {
   const auto mix = [](uint64_t x) {

@@ -6,7 +6,9 @@
 
 // Rows that are drawn from as they come: no edits, no alternatives to report, no filter but min_p.
 // Their logits are read once and stay in registers as weights, so that a row waits for the cache
-// once, and for the whole block twice: for the largest logit and for the sums.
+// once, and for the whole block twice: for the largest logit and for the sums. Sums are not those
+// of other rows bit for bit: a number within some 1e-7 of a boundary may draw the token beside it
+// where, say, alternatives are asked for.
 //
 // Floor: the logits read once, 4 * vocab bytes; a multiprocessor's 64 bytes a cycle take 2,000
 // cycles for 32,000 of them, as long as 16 exponentials a cycle do.
