@@ -22,6 +22,14 @@ struct BenchOptions {
   std::string json, only, vectors = "split", most;
 };
 
+inline void expect_one_of(const char* flag, const std::string& value,
+                          const std::vector<std::string>& choices) {
+  if (std::ranges::find(choices, value) != choices.end()) return;
+  std::fprintf(stderr, "%s: expected %s or %s, found \"%s\"\n", flag, choices[0].c_str(),
+               choices[1].c_str(), value.c_str());
+  std::exit(2);
+}
+
 inline BenchOptions bench_options(int argc, char** argv) {
   BenchOptions options;
   for (int i = 1; i < argc; ++i) {
@@ -40,6 +48,12 @@ inline BenchOptions bench_options(int argc, char** argv) {
       std::exit(2);
     }
     *value = argv[++i];
+  }
+  expect_one_of("--device", options.device, {"cuda", "cpu"});
+  expect_one_of("--vectors", options.vectors, {"split", "bf16"});
+  if (options.device == "cpu" && options.vectors == "bf16") {
+    std::fprintf(stderr, "--vectors bf16: on CUDA alone, the CPU's are float32\n");
+    std::exit(2);
   }
   if (options.most.find_first_not_of("0123456789") != std::string::npos) {
     std::fprintf(stderr, "--most: expected a number of sequences, found \"%s\"\n",
