@@ -1,5 +1,6 @@
 #pragma once
 #include "kernels/delta_chunk_state_products.cuh"
+#include "kernels/warp_barrier_cuda.cuh"
 
 // The second kernel: along a row, chunk after chunk. A block has a slice of a head's values; 16 of
 // them belong to a pair of warps. One of the two has their rows of the state in its registers and
@@ -47,28 +48,8 @@ struct StateShared {
   }
 };
 
-// All of a warp's reads and writes before are done.
-__device__ inline void warp_arrive(uint64_t* barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(barrier));
-}
 __device__ inline void wait_for(const uint64_t* barrier, int phase) {
   barrier_wait(shared_address(barrier), uint32_t(phase) & 1);
-}
-// The same by warps that wait for long: asleep, so that they take no time from those that work.
-__device__ inline void sleep_for(const uint64_t* barrier, int phase) {
-#if __CUDA_ARCH__ >= 900
-  constexpr uint32_t kNanoseconds = 10000000;
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(uint32_t(phase) & 1), "r"(kNanoseconds)
-      : "memory");
-#endif
 }
 
 // What both kinds of warps know.

@@ -1,5 +1,6 @@
 #pragma once
 #include "kernels/cuda_util.cuh"
+#include "kernels/uniform.h"
 
 // What the ways to draw a token have in common: a block's sums, keys that order tokens.
 namespace weir::cuda::sample {
@@ -86,17 +87,5 @@ __device__ inline float value_of(uint64_t key) {
 
 __device__ inline uint32_t ordered(float value) { return uint32_t(key_of(value, 0) >> 32); }
 __device__ inline float unordered(uint32_t bits) { return value_of(uint64_t(bits) << 32); }
-
-// Uniform in [0, 1): the number that the CPU draws.
-__device__ inline double uniform(uint64_t seed, int32_t position) {
-  const auto mix = [](uint64_t x) {
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-    return x ^ (x >> 31);
-  };
-  const uint64_t bits = mix(mix(seed + 0x9E3779B97F4A7C15ull) +
-                            uint64_t(uint32_t(position)) * 0xD1342543DE82EF95ull);
-  return double(bits >> 11) * 0x1.0p-53;
-}
 
 }  // namespace weir::cuda::sample

@@ -154,7 +154,7 @@ struct Chain {
     for (int c = 0; c < chunks; ++c) {
       Window R;
       Row G;
-      wait_for(&shared.keys_ready[c % 2], c / 2);
+      sleep_for(&shared.keys_ready[c % 2], c / 2);
       meet(kRecalled + group, V::kOfGroup);
       const float* const gram = shared.stage[c % V::kStages].gram[V::kGated ? first : 0];
       take(R);

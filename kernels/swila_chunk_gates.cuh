@@ -56,12 +56,12 @@ struct Gates : Convolver<V> {
   __device__ void make_keys(int n) const {
     const int which = warp / 4, channel = lane % 16 * 4;
     const int t = warp % 4 * 4 + lane / 16 * kKeyRun;
-    wait_for(&shared.raw_full[which], n);
+    sleep_for(&shared.raw_full[which], n);
     Run<kKeyRun> x;
     Base::template convolve<kKeyRun>(shared.raw[which] + t * kDim + channel, kDim,
                                      shared.key_taps[which][0] + channel,
                                      place.count - n * kTokens - t, x);
-    if (n > 0) wait_for(&shared.plain_empty, n - 1);
+    if (n > 0) sleep_for(&shared.plain_empty, n - 1);
     half* const to = which == 0 ? shared.plain_q : shared.plain_k;
     Base::template store_keys<kKeyRun>(which, x, to + t * kKeyPitch + channel);
   }
@@ -70,11 +70,11 @@ struct Gates : Convolver<V> {
     constexpr int kLanes = V::kValues / 4;
     const int t = (warp * 32 + lane) / kLanes, channel = lane % kLanes * 4;
     if (t >= kTokens) return;
-    wait_for(&shared.raw_full[2], n);
+    sleep_for(&shared.raw_full[2], n);
     Run<1> x;
     Base::template convolve<1>(shared.raw_v + t * V::kValues + channel, V::kValues,
                                shared.value_taps[0] + channel, place.count - n * kTokens - t, x);
-    if (n > 0) wait_for(&shared.v_empty, n - 1);
+    if (n > 0) sleep_for(&shared.v_empty, n - 1);
     *reinterpret_cast<float4*>(&shared.v[t * V::kValuePitch + channel]) = x[0];
   }
 
@@ -87,7 +87,7 @@ struct Gates : Convolver<V> {
   __device__ bool decays(int n, float a, float2 shift) const {
     float2 x[kHalf], sum{0, 0};
     float* const rows = &shared.logs[mixture()][first() * kDim];
-    wait_for(&shared.logits_full[mixture()], n);
+    sleep_for(&shared.logits_full[mixture()], n);
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) x[i] = load_pair(rows + i * kDim + lane * 2);
     __syncwarp();
@@ -304,7 +304,7 @@ struct Gates : Convolver<V> {
       warp_arrive(&shared.plain_full);
       const bool strong = anew().decays(n, a, shift);
       meet(kPaired + mixture(), 64);
-      wait_for(&shared.plain_full, n);
+      sleep_for(&shared.plain_full, n);
       Base::bring(n + 1);
       await_stage(shared, n);
       if (upper()) {

@@ -76,7 +76,7 @@ struct Helper {
   }
   // Logits of chunk n become the chain's factors. A token behind the row's end changes nothing.
   __device__ void make_factors(int n) const {
-    wait_for(&shared.keys_full[n % 2], n / 2);
+    sleep_for(&shared.keys_full[n % 2], n / 2);
     auto& keys = shared.keys[n % 2];
 #pragma unroll 1
     for (int i = 0; i < kOfWarp; i += kAtOnce) {
@@ -137,7 +137,7 @@ struct Helper {
   static constexpr int kOwn = (kColumns + kThreads - 1) / kThreads;
   static constexpr int kScanned = 8;  // tokens at one time
   __device__ void make_priors(int n, float (&last)[kOwn]) const {
-    wait_for(&shared.query_full, n);
+    sleep_for(&shared.query_full, n);
     const int count = place.count - n * kTokens;
     each_value([&](int t, int d, int at) {
       if (t >= count) clear_four(shared.query_router + at);
@@ -192,8 +192,8 @@ struct Helper {
   }
 
   __device__ void finish(int n, const float (&weight)[kPer]) const {
-    if constexpr (!V::kTemporal) wait_for(&shared.query_full, n);
-    wait_for(&shared.answered, n);
+    if constexpr (!V::kTemporal) sleep_for(&shared.query_full, n);
+    sleep_for(&shared.answered, n);
     const int warp = thread / 32, lane = thread % 32, d = lane % kLanes;
     const int count = min(kTokens, place.count - n * kTokens);
     float* const to = at(op.out, place.begin + n * kTokens) + place.channel(place.value + d);
@@ -251,7 +251,7 @@ struct Helper {
     for (int n = 0; n < chunks; ++n) {
       if constexpr (V::kTemporal) anew().make_priors(n, last);
       if (thread == 0) {
-        wait_for(&shared.answered, n);  // the chain has read its factors
+        sleep_for(&shared.answered, n);  // the chain has read its factors
         bring_keys(n + 2);
       }
       __syncwarp();

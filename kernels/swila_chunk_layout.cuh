@@ -1,6 +1,7 @@
 #pragma once
 #include "kernels/swila_chunk_cuda.cuh"
 #include "kernels/tensor_core.cuh"
+#include "kernels/warp_barrier_cuda.cuh"
 #include "kernels/wgmma_cuda.cuh"
 
 namespace weir::cuda::swila_chunk {
@@ -178,32 +179,10 @@ constexpr int kRecalled = 1, kWritten = 3, kConvolved = 5, kHelped = 6, kPaired 
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// All of a warp's reads and writes before are done.
-__device__ inline void warp_arrive(uint64_t* barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(barrier));
-}
-// Returns when the phase is complete. The thread may sleep until then, so that it takes no time
-// from those that work.
-__device__ inline void wait_for(const uint64_t* barrier, int phase) {
-#if __CUDA_ARCH__ >= 900
-  constexpr uint32_t kNanoseconds = 10000000;
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(uint32_t(phase) & 1), "r"(kNanoseconds)
-      : "memory");
-#endif
-}
-
 // Until the state needs no more of what lay where chunk n will.
 template <class V>
 __device__ inline void await_stage(const Shared<V>& shared, int n) {
-  if (n >= V::kStages) wait_for(&shared.empty[n % V::kStages], n / V::kStages - 1);
+  if (n >= V::kStages) sleep_for(&shared.empty[n % V::kStages], n / V::kStages - 1);
 }
 
 __device__ inline float4 load4(const float* from) { return *reinterpret_cast<const float4*>(from); }

@@ -151,7 +151,7 @@ struct Convolver {
     const int which = number / 2, channel = lane % 16 * 4;
     const bool value = which == 2;
     const int first = number % 2 * 8 + lane / 16 * kRun, pitch = value ? V::kValues : kDim;
-    wait_for(&shared.raw_full[which], n);
+    sleep_for(&shared.raw_full[which], n);
     if (channel >= pitch) return;
     Run<kRun> x;
     convolve<kRun>(raw_of(which) + first * pitch + channel, pitch,
@@ -161,7 +161,7 @@ struct Convolver {
       store_keys<kRun>(which, x, &keys_of(which, n)[first * kKeyPitch + channel]);
       return;
     }
-    if (n > 0) wait_for(&shared.v_empty, n - 1);
+    if (n > 0) sleep_for(&shared.v_empty, n - 1);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       *reinterpret_cast<float4*>(&shared.v[(first + i) * V::kValuePitch + channel]) = x[i];
@@ -194,7 +194,7 @@ struct Convolver {
   __device__ void start() const {
     bring(0);
     if (warp < 3) {
-      wait_for(&shared.raw_full[warp], 0);
+      sleep_for(&shared.raw_full[warp], 0);
       add_past(warp);
     }
     meet_convolvers();

@@ -130,7 +130,7 @@ struct StateWarp {
   // R = v - S k of a chunk, with the state as it is.
   __device__ void ask(Answers& R, int chunk) const {
     const Stage<V>& in = stage(chunk);
-    wait_for(&shared.full[chunk % V::kStages], chunk / V::kStages);
+    sleep_for(&shared.full[chunk % V::kStages], chunk / V::kStages);
 #pragma unroll
     for (int m = 0; m < kTiles; m += kAtOnce) {
       load_values<kAtOnce>(R, m);
@@ -225,7 +225,7 @@ struct StateWarp {
       uint32_t x[4];
       Written u;
       if constexpr (V::kGated) decay(in);
-      if (c > 0) wait_for(&shared.mixed, c - 1);  // the last answers, where R will be
+      if (c > 0) sleep_for(&shared.mixed, c - 1);  // the last answers, where R will be
       if (more) {
         ask(R, c + 1);
         cross(in, stage(c + 1), x);
@@ -237,7 +237,7 @@ struct StateWarp {
       advance(in, u);
       answer(in, u, O);
       warp_arrive(&shared.empty[c % V::kStages]);
-      wait_for(&shared.taken[group()], more ? c + 1 : c);
+      sleep_for(&shared.taken[group()], more ? c + 1 : c);
       put<kTiles>(O, 0);
       warp_arrive(&shared.answered);
       if (more) ask_answers(stage(c + 1), O);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,14 @@
 namespace weir {
 
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+inline std::vector<float> normal(size_t count, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> distribution;
+  std::vector<float> values(count);
+  for (float& value : values) value = distribution(random);
+  return values;
+}
 
 // One way to run an op on the CPU.
 struct CpuKind {

@@ -5,7 +5,6 @@
 
 #include <gtest/gtest.h>
 
-#include <random>
 
 #include "kernels/op.h"
 #include "tests/ops/mixer_step.h"
@@ -17,14 +16,6 @@ constexpr int32_t kTokens = 8;
 constexpr int32_t kQ = 4, kChannels = 3 * kQ;  // queries, keys, values: a history row's order
 constexpr int32_t kStateMost = 64, kStride = kStateMost + 4 * kChannels + 5;
 constexpr Slot kSlot = 1;  // of three
-
-std::vector<float> normal(size_t count, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::normal_distribution<float> distribution;
-  std::vector<float> values(count);
-  for (float& value : values) value = distribution(random);
-  return values;
-}
 
 // What the ops read beside their inputs; the same for all tokens.
 struct Weights {

@@ -1,6 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <random>
 
 #include "kernels/op.h"
 #include "tests/ops/mixer_step.h"
@@ -11,14 +10,6 @@ namespace {
 constexpr int32_t kDim = 530, kMixes = 3;  // more channels than a thread takes at once
 constexpr int64_t kStride = kDim + 7;
 const std::vector<Slot> kSlots = {2, 0};
-
-std::vector<float> normal(size_t count, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::normal_distribution<float> distribution;
-  std::vector<float> values(count);
-  for (float& value : values) value = distribution(random);
-  return values;
-}
 
 // Two sequences in slots of three, and what came out for each.
 struct Machine {
