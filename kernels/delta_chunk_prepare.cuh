@@ -20,10 +20,12 @@ __device__ inline void store4(float* to, float4 x) {
                "f"(x.w)
                : "memory");
 }
-__device__ inline float4 load_halves(const half* from) {
-  const uint2 both = *reinterpret_cast<const uint2*>(from);
-  const float2 low = unpack(both.x), high = unpack(both.y);
+__device__ inline float4 unpacked(uint2 x) {
+  const float2 low = unpack(x.x), high = unpack(x.y);
   return {low.x, low.y, high.x, high.y};
+}
+__device__ inline float4 load_halves(const half* from) {
+  return unpacked(*reinterpret_cast<const uint2*>(from));
 }
 __device__ inline float4 scaled(float4 x, float s) { return {x.x * s, x.y * s, x.z * s, x.w * s}; }
 __device__ inline float4 times(float4 a, float4 b) {

@@ -59,7 +59,8 @@ struct Products {
 
   // P's blocks above the diagonal ones, 16 bytes at a time.
   __device__ void clear_above() const {
-    const int t = threadIdx.x / 4, s = t / kBlock * kBlock + kBlock + threadIdx.x % 4 * 8;
+    const int t = int(threadIdx.x) % kPreparers / 4;
+    const int s = t / kBlock * kBlock + kBlock + int(threadIdx.x) % 4 * 8;
     if (s < kTokens) *reinterpret_cast<uint4*>(p_at(t, s)) = {0, 0, 0, 0};
     if (s + 32 < kTokens) *reinterpret_cast<uint4*>(p_at(t, s + 32)) = {0, 0, 0, 0};
   }
@@ -120,8 +121,8 @@ struct Products {
   }
 
   // (I + A)^-1 of diagonal block b by one warp: each of 16 lanes solves for one column, taking what
-  // is known of the solution out of all rows below at once.
-  __device__ void invert(int b) const {
+  // is known of the solution out of all rows below at once. The others may have another block.
+  __device__ void invert(int b, int lanes = 16) const {
     const int column = threadIdx.x % 16;
     const float* A = shop.diagonal[b];  // transposed
     float x[kBlock];
@@ -138,16 +139,17 @@ struct Products {
         x[i + 3] -= below.w * x[j];
       }
     }
-    if (threadIdx.x % 32 >= 16) return;
+    if (int(threadIdx.x) % 32 >= lanes) return;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       image().a[pair_at(b, b) + within_pair(i, column)] = __float2half(x[i]);
     }
   }
 
+  // By eight warps.
   __device__ void scalar() const {
     clear_above();
-    const int warp = threadIdx.x / 32;
+    const int warp = int(threadIdx.x) % kPreparers / 32;
     if (warp < 4) {
       scalar_block(warp, warp);
       __syncwarp();

@@ -4,8 +4,9 @@
 
 // Both kernels in one, for heads of 128 x 128 and many rows: a block does all chunks of a row for
 // 128 values of a head, so that nothing goes through device memory but what must. The copy engine
-// brings raw projections, a chunk ahead; eight warps make of them what the state needs of the next
-// chunk; eight have the state, 16 values each, and answer.
+// brings raw projections, a chunk ahead; eight warps make keys, queries and values of them, each
+// for itself; eight have the state, 16 values each, and make the products between the chunk's own
+// tokens, those with the state, and the answers.
 //
 // Floor of a chunk, scalar decay: 164 KB that must move, 9,000 cycles of a multiprocessor's share
 // of a copy; 5.2 million products, 2,500 cycles; 24,000 warp instructions, 6,000 cycles. Per
@@ -23,25 +24,8 @@ struct RowPreparer : RowPart<kChannel> {
 
   __device__ RowPreparer(const Part& part) : Part(part) {}
 
-  // Asks for raw projections of chunk n, from three tokens before it on. What is not the row's own
-  // is some other row's, or zero: see add_past(), and it is not kept behind the row's end.
   __device__ void bring(int which, int n) const {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if (threadIdx.x != kBringer) return;
-    const uint32_t full = shared_address(&shared.raw_full[which]);
-    barrier_expect(full, sizeof shared.raw[0]);
-    copy_box(shared_address(shared.raw_of(which)), maps.map[which], Part::first_of(which),
-             place.begin + n * kTokens - 3, full, kReadOnce);
-#endif
-  }
-  __device__ void bring_decays(int n) const {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if (threadIdx.x != kBringer || op.decay != Decay::PerChannel) return;
-    const uint32_t full = shared_address(&shared.decays_full);
-    barrier_expect(full, sizeof shared.logs);
-    copy_box(shared_address(shared.logs), maps.decays, place.decay_head * 128,
-             place.begin + n * kTokens, full, kReadOnce);
-#endif
+    if (threadIdx.x == kBringer) Part::bring(which, n);
   }
   // The row's past before its first token; zeros where there is none.
   __device__ void add_past(int which) const {
@@ -74,25 +58,20 @@ struct RowPreparer : RowPart<kChannel> {
     meet_preparers();
   }
 
-  // Values, convolved, activated and times beta or the write gate, kCount tokens at one time.
-  template <int kCount, typename Preparer>
+  // Values, convolved, activated and times beta; gates that write come later. The loop of one turn
+  // keeps the compiler from computing addresses ahead that it has no registers for.
+  template <typename Preparer>
   __device__ void values(const Preparer& preparer, int n) const {
+    constexpr int kCount = 8;
     if (n > 0) wait_for(&shared.values_empty, n - 1);
+    const bool gated = kChannel && op.write.data != nullptr;
 #pragma unroll 1
     for (int from = 8 * warp; from < 8 * warp + 8; from += kCount) {
       float4 x[kCount + 3];
       preparer.source.template convolved<kCount>(2, from, channel, x);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) x[i] = each(x[i], fast_silu);
-      if constexpr (kCount == 4) {
-        float4 logit[kCount];
-        preparer.source.take_gates(logit);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) x[i] = times(x[i], each(logit[i], fast_sigmoid));
-        preparer.source.ask_gates(n, from % 8 == 0 ? 1 : 2);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) x[i] = scaled(x[i], shared.beta[n % 2][from + i]);
+      for (int i = 0; i < kCount; ++i) {
+        x[i] = scaled(each(x[i], fast_silu), gated ? 1.0f : shared.beta[n % 2][from + i]);
       }
       preparer.drop_others(from, x);
       const PanelRun at(from, channel);
@@ -108,7 +87,7 @@ struct RowPreparer : RowPart<kChannel> {
   __device__ void run() {
     for (int which = 2; which >= (kChannel ? 1 : 0); --which) bring(which, 0);
     if constexpr (kChannel) {
-      bring_decays(0);
+      if (threadIdx.x == kBringer) Part::bring_decays(0);
       SharedSource<true>{*this}.ask_gates(0, 0);
       clear_once(shared);
     }
@@ -122,7 +101,6 @@ struct RowPreparer : RowPart<kChannel> {
         chunk_by_channel(n, preparer(n, shop));
       } else {
         chunk_by_head(n, preparer(n, shop));
-        Products<128, false, RowShop<false>>{shop}.scalar();
       }
       publish_to_copy_engine();  // to the tensor cores, which read it likewise
       warp_arrive(&shared.full[Part::stage_of(n)]);
@@ -130,59 +108,49 @@ struct RowPreparer : RowPart<kChannel> {
   }
   // The next chunk's in place of what all have read.
   __device__ void bring_next(int which, int n) const {
-    if (n + 1 < chunks()) bring(which, n + 1);
+    if (threadIdx.x != kBringer || n + 1 >= chunks()) return;
+    wait_for(&shared.raw_read[which], n);
+    Part::bring(which, n + 1);
   }
   template <typename Preparer>
   __device__ void chunk_by_head(int n, const Preparer& preparer) const {
     Part::await_stage(n);
-    await_raw(0, n);
-    preparer.keys(0);
-    await_raw(1, n);
-    preparer.keys(1);
-    meet_preparers();
+#pragma unroll 1
+    for (int which = 0; which < 2; ++which) {
+      await_raw(which, n);
+      preparer.keys(which);
+      warp_arrive(&shared.raw_read[which]);
+    }
     bring_next(0, n);
-    bring_next(1, n);
     await_raw(2, n);
     wait_for(&shared.gates_full[n % 2], n / 2);
-    values<8>(preparer, n);
-    warp_arrive(&shared.values_read);
-    if (threadIdx.x == kBringer) wait_for(&shared.values_read, n);
+    values(preparer, n);
+    warp_arrive(&shared.raw_read[2]);
+    bring_next(1, n);
     bring_next(2, n);
   }
 
-  // Values and queries share a place for what is raw.
+  // Values and queries share a place for what is raw. What follows in other places is asked for by
+  // RowState::bring().
   template <typename Preparer>
   __device__ void chunk_by_channel(int n, const Preparer& preparer) const {
     await_raw(2, n);
     wait_for(&shared.gates_full[n % 2], n / 2);
-    if (op.write.data != nullptr) {
-      values<4>(preparer, n);
-    } else {
-      values<8>(preparer, n);
-    }
-    warp_arrive(&shared.values_read);
+    values(preparer, n);
+    warp_arrive(&shared.raw_read[2]);
     if (op.decay == Decay::PerChannel) wait_for(&shared.decays_full, n);
-    using Decays = RowDecays<Preparer>;
-    float4 sum = zero4();
+    const RowDecays<Preparer> decays{op, shared, preparer, n};
+    if (threadIdx.x == kBringer) wait_for(&shared.raw_read[2], n);
+    bring(0, n);
+    decays.make();
+    warp_arrive(&shared.runs.made);
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      Decays{op, shared, preparer, n}.make(half, sum);
-      if (half != 0) break;
-      if (threadIdx.x == kBringer) wait_for(&shared.values_read, n);  // the slowest are by now
-      bring(0, n);
+    for (int which = 1; which >= 0; --which) {
+      await_raw(which, n);
+      decays.normalise(which);
     }
-    meet_preparers();
-    Decays{op, shared, preparer, n}.keep_factors();
     Part::await_stage(n);
-    await_raw(1, n);
-    await_raw(0, n);
-    Decays{op, shared, preparer, n}.keys_and_queries();
-    publish_to_copy_engine();  // which overwrites what this warp wrote over its decays
-    meet_preparers();
-    bring_next(2, n);  // what is needed first
-    if (n + 1 < chunks()) bring_decays(n + 1);
-    bring_next(1, n);
-    Decays{op, shared, preparer, n}.products();
+    decays.keys_and_queries();
   }
 };
 
@@ -193,9 +161,11 @@ struct RowState : RowPart<kChannel> {
   using Part::op, Part::output, Part::place, Part::shared, Part::value, Part::chunks;
   using Image = chunk::Image<128, kChannel>;
   int warp = threadIdx.x / 32 % kRowWarps, lane = threadIdx.x % 32;
+  static constexpr int kBringer = 7;  // of the warps; its products are few
   int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;  // row and column of a fragment
   float S[16][4];  // [value, key]
   using Answers = float[4][4];  // [value, token], of half a chunk
+  using Values = uint32_t[4][4];  // of all tokens, as R has them
 
   __device__ RowState(const Part& part) : Part(part) {}
 
@@ -209,6 +179,61 @@ struct RowState : RowPart<kChannel> {
     Preparer<128, kChannel, RowShop<kChannel>, SharedSource<kChannel>>{
         op, place, shop, {*this}, n * kTokens}.scalar_gates(logits);
     warp_arrive(&shared.gates_full[n % 2]);
+  }
+
+  // Values times their gates that write, where these are one a channel.
+  __device__ void gate_values(int n) const {
+    if (op.write.data == nullptr) return;
+    const int thread = thread_again(), channel = thread % 32 * 4;
+    const int from = thread / 32 % kRowWarps * 8;
+    const float* const logits = op.write.data + Part::first_of(2) + channel;
+    float4 gates[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int t = min(n * kTokens + from + i, place.count - 1);
+      gates[i] = load4(logits + (place.begin + t) * op.write.stride);
+    }
+    const PanelRun at(from, channel);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      half* const v = &shared.v[at[i]];
+      store_halves(v, times(load_halves(v), each(gates[i], fast_sigmoid)));
+    }
+  }
+  // What can be done of a chunk with a decay a channel while the others still prepare it, then its
+  // products: keys and queries end as the state meets them.
+  __device__ void finish_chunk(int n, Values& v) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    RowShop<kChannel> shop = Part::shop_of(n);
+    using Preparer = chunk::Preparer<128, kChannel, RowShop<kChannel>, SharedSource<kChannel>>;
+    const Preparer preparer{op, place, shop, {*this}, n * kTokens};
+    using Decays = RowDecays<Preparer>;
+    const auto meet_all = [] { meet(kNormBarrier, 32 * kRowWarps); };
+    const bool more = n + 1 < chunks();
+    sleep_for(&shared.runs.made, n);
+    Decays{op, shared, preparer, n}.keep_factors();
+    keep_ends(shared);
+    gate_values(n);
+    meet_all();
+    load_values(v);
+    if (warp == 0) keep_whole(shared);
+    warp_arrive(&shared.values_empty);  // and the decays' logarithms have been read
+    if (warp == kBringer && more) {
+      sleep_for(&shared.raw_read[0], n);
+      if (lane == 0) Part::bring(2, n + 1);
+      __syncwarp();
+    }
+    sleep_for(&shared.full[0], n);
+    if (warp == kBringer && more && lane == 0) {
+      Part::bring_decays(n + 1);
+      Part::bring(1, n + 1);
+    }
+    __syncwarp();
+    Decays{op, shared, preparer, n}.products();
+    meet_all();
+    reach_ends(shared);
+    meet_all();
+#endif
   }
 
   // Visits the lane's pairs of the state in memory.
@@ -235,18 +260,22 @@ struct RowState : RowPart<kChannel> {
     each_pair(state, [](float2& to, float low, float high) { to = {low, high}; });
   }
 
+  __device__ void load_values(Values& v) const {
+    const PanelLane values = PanelLane::of_b(shared.v);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) load_transposed(v[n], values.at(n * 16, 16 * warp));
+  }
   // R = w v - S k, [value, token].
-  __device__ void subtract_recalled(const Image& in, float (&R)[8][4]) const {
+  __device__ void subtract_recalled(const Image& in, Values& v, float (&R)[8][4]) const {
     const PanelLane values = PanelLane::of_b(shared.v);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      uint32_t v[4];
-      load_transposed(v, values.at(n * 16, 16 * warp));
+      if (!kChannel) load_transposed(v[n], values.at(n * 16, 16 * warp));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float(&tile)[4] = R[2 * n + h];
         if (!kChannel) scale_columns(tile, columns_of(in.recalled, 2 * n + h));
-        const float2 upper = unpack(v[2 * h]), lower = unpack(v[2 * h + 1]);
+        const float2 upper = unpack(v[n][2 * h]), lower = unpack(v[n][2 * h + 1]);
         tile[0] = upper.x - tile[0];
         tile[1] = upper.y - tile[1];
         tile[2] = lower.x - tile[2];
@@ -262,11 +291,11 @@ struct RowState : RowPart<kChannel> {
       narrow(state, S[2 * i], S[2 * i + 1]);
     });
   }
-  __device__ void solve(const Image& in, uint32_t (&U)[4][4]) const {
+  __device__ void solve(const Image& in, Values& v, uint32_t (&U)[4][4]) const {
     float R[8][4];
     ask_state(R, in.k);
-    subtract_recalled(in, R);
-    warp_arrive(&shared.values_empty);
+    subtract_recalled(in, v, R);
+    if (!kChannel) warp_arrive(&shared.values_empty);
     solve_blocks(in.a, R, [&](int b, uint32_t (&known)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) U[b][i] = known[i];
@@ -301,7 +330,13 @@ struct RowState : RowPart<kChannel> {
     }
   }
 
-  // Half h of the chunk's answers.
+  // The chunk's answers.
+  __device__ void answer_all(const Image& in, uint32_t (&U)[4][4], Answers (&halves)[2]) const {
+    auto& O = reinterpret_cast<float(&)[8][4]>(halves);
+    ask_state(O, in.q);
+    answer_with<kRowWarps, 4>(O, in.p, U);
+  }
+  // Half h of them.
   __device__ void answer(const Image& in, int h, uint32_t (&U)[4][4], Answers& O) const {
     ask_state(O, in.q + h * 32 * 64);
     if (!kChannel) {
@@ -397,25 +432,31 @@ struct RowState : RowPart<kChannel> {
       Part::forget();
       if (warp == 0 && n + 1 < chunks()) gates(n + 1);
       const Image& in = shared.stage[Part::stage_of(n)].image;
-      if (kChannel) Part::prefetch_all(n);
+      Values v;
       if constexpr (kChannel) {
-        sleep_for(&shared.full[Part::stage_of(n)], Part::turn_of(n));
-        reach_ends(shared, n);
+        Part::prefetch_all(n);
+        finish_chunk(n, v);
       } else {
         wait_for(&shared.full[Part::stage_of(n)], Part::turn_of(n));
+        RowShop<false> shop = Part::shop_of(n);
+        Products<128, false, RowShop<false>>{shop}.scalar();
+        publish_to_copy_engine();  // to the tensor cores, which read it likewise
+        meet(kNormBarrier, 32 * kRowWarps);
       }
       uint32_t U[4][4];
       float4 gates[4];
-      solve(in, U);
+      solve(in, v, U);
       Answers O[kChannel ? 2 : 1];
       load_gates(n * kTokens, gates);
-      answer(in, 0, U, O[0]);
       // Where there is room for one prepared chunk only, it is soon left to the next.
-      if (!kChannel) {
+      if constexpr (kChannel) {
+        answer_all(in, U, O);
+      } else {
+        answer(in, 0, U, O[0]);
         write(0, n * kTokens, O[0], gates);
         load_gates(n * kTokens + 32, gates);
+        answer(in, 1, U, O[0]);
       }
-      answer(in, 1, U, O[kChannel]);
       if (!kChannel) keep(in, U);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
@@ -450,11 +491,11 @@ __global__ __launch_bounds__(kRowThreads, 1) void delta_row_kernel(
   const int head = int(blockIdx.x) / slices, value = int(blockIdx.x) % slices * 128;
   // Both kinds find their place themselves: what they shared would take registers from one of them.
   if (threadIdx.x < kPreparers) {
-    give_up_registers<kRowPreparerRegisters<kChannel>>();
+    give_up_registers<kRowPreparerRegisters>();
     const Place place = place_of(op, row, head);
     RowPreparer<kChannel>({op, maps, output, shared, place, value}).run();
   } else {
-    take_registers<kRowStateRegisters<kChannel>>();
+    take_registers<kRowStateRegisters>();
     const Place place = place_of(op, row, head);
     float* const state = at(op.state, op.rows.slot[row]);
     RowState<kChannel>({op, maps, output, shared, place, value}).run(state);

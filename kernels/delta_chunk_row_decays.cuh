@@ -37,92 +37,114 @@ __device__ inline void clear_once(RowShared<true>& shared) {
   if (threadIdx.x < 128) shared.runs.factors[kFactors - 1][threadIdx.x] = __float2half(1.0f);
 }
 
-// By the warps that prepare chunk n. RowPreparer meets them between the steps.
+// Of chunk n: decays, keys and queries by the warps that prepare, a run of eight tokens each, which
+// never meet; what lies between runs, and the products, by those that have the state.
 template <typename Preparer>
 struct RowDecays {
   static constexpr int kRun = 8, kHalf = 4;  // tokens
+  using Numbers = float4[kHalf];
+  using Chunk = Image<128, true>;
   static constexpr uint2 kOnes{0x3c003c00, 0x3c003c00};
   const DeltaMix& op;
   RowShared<true>& shared;
   const Preparer& preparer;
   int n;
-  int thread = thread_again(), warp = thread / 32, lane = thread % 32, channel = lane * 4;
+  int thread = thread_again(), warp = thread / 32 % kRowWarps;
+  int lane = thread % 32, channel = lane * 4;
 
-  __device__ Image<128, true>& image() const { return shared.stage[0].image; }
+  __device__ Chunk& image() const { return shared.stage[0].image; }
   __device__ float* decays_of(int t) const { return &shared.logs[0][t * 128 + channel]; }
-  __device__ float* logs_of(int run) const { return &shared.runs.logs[n % 2][run][channel]; }
+  __device__ float* logs_of(int run) const { return &shared.runs.logs[run][channel]; }
 
-  // Of four tokens, the logarithms of their decays, in powers of two.
-  __device__ void logs(int from, float4 (&g)[kHalf]) const {
+  // Of the run's tokens, the logarithms of their decays, in powers of two.
+  __device__ void logs(float4 (&g)[kRun]) const {
+    const int from = kRun * warp;
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) g[i] = zero4();
+    for (int i = 0; i < kRun; ++i) g[i] = zero4();
     if (op.decay == Decay::None) return;
     const int head = preparer.place.decay_head;
     float4 shift;
     if (op.decay == Decay::PerChannel) {
-      preparer.source.template decays<kHalf>(from, channel, g);
+      preparer.source.template decays<kRun>(from, channel, g);
       shift = load4(op.dt_bias + int64_t(head) * 128 + channel);
     } else {
 #pragma unroll
-      for (int i = 0; i < kHalf; ++i) {
+      for (int i = 0; i < kRun; ++i) {
         const int t = min(preparer.first + from + i, preparer.place.count - 1);
         const float logit = at(op.decay_in, preparer.place.begin + t)[head];
         g[i] = {logit, logit, logit, logit};
       }
       shift.x = shift.y = shift.z = shift.w = op.dt_bias[head];
     }
-    preparer.template log2_decays<kHalf>(op.decay_a[head], shift, g);
+    preparer.template log2_decays<kRun>(op.decay_a[head], shift, g);
     if (preparer.first + kTokens <= preparer.place.count) return;
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
+    for (int i = 0; i < kRun; ++i) {
       if (!preparer.valid(from + i)) g[i] = zero4();
     }
   }
-  // The decays of half of the warp's tokens, in place of their logits; sum: of the logarithms.
-  __device__ void make(int half, float4& sum) const {
-    const int from = kRun * warp + half * kHalf;
-    float4 g[kHalf];
-    logs(from, g);
+  // The decays, in place of their logits, and the sum of their logarithms.
+  __device__ void make() const {
+    float4 g[kRun], sum = zero4();
+    logs(g);
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
+    for (int i = 0; i < kRun; ++i) {
       sum = plus(sum, g[i]);
-      *reinterpret_cast<float4*>(decays_of(from + i)) = each(g[i], exp2_fast);
+      *reinterpret_cast<float4*>(decays_of(kRun * warp + i)) = each(g[i], exp2_fast);
     }
-    if (half != 0) *reinterpret_cast<float4*>(logs_of(warp)) = sum;
+    *reinterpret_cast<float4*>(logs_of(warp)) = sum;
   }
 
   // What decays between run c and block b of two runs is row (b - 1)^2 + c of shared.runs.factors,
   // and in the first run of block b row 8 + b; ones are the last row. A lane's channels of a
-  // fragment, {p, p + 1, p + 8, p + 9}, lie side by side.
+  // fragment, {p, p + 1, p + 8, p + 9}, lie side by side. A channel for each of 128 threads, with
+  // the rows of b = 3, and for as many others.
   __device__ void keep_factors() const {
-#pragma unroll 1
-    for (int i = warp; i < kFactors - 1; i += kRowWarps) {
-      const int b = i < 1 ? 1 : i < 4 ? 2 : i < 9 ? 3 : i - 8;
-      const int first = i < 9 ? i - (b - 1) * (b - 1) + 1 : 2 * b;
-      const int end = i < 9 ? 2 * b : 2 * b + 1;
-      float4 sum = zero4();
-      for (int run = first; run < end; ++run) sum = plus(sum, load4(logs_of(run)));
-      const uint2 both = packed(each(sum, exp2_fast));
-      const int place = channel / 16 * 16 + channel % 8 * 2 + channel / 8 % 2 * 2;
-      half* const to = &shared.runs.factors[i][place];
-      *reinterpret_cast<uint32_t*>(to) = both.x;
-      *reinterpret_cast<uint32_t*>(to + 4) = both.y;
+    const int own = thread % 128;
+    float sum[7];  // of the runs from one on, up to that before block b
+#pragma unroll
+    for (int run = 1; run < 7; ++run) sum[run] = shared.runs.logs[run][own];
+    half* const to = &shared.runs.factors[0][own / 16 * 16 + own % 8 / 2 * 4 + own / 8 % 2 * 2 +
+                                             own % 2];
+    const auto keep = [&](int row, float x) { to[row * 128] = __float2half(exp2_fast(x)); };
+    if (warp < kRowWarps / 2) {
+      keep(0, sum[1]);
+#pragma unroll
+      for (int run = 5; run > 0; --run) {
+        if (run < 5) sum[run] += sum[run + 1];
+        keep(3 + run, sum[run]);
+      }
+    } else {
+      keep(9, sum[2]);
+      keep(10, sum[4]);
+      keep(11, sum[6]);
+#pragma unroll
+      for (int run = 3; run > 0; --run) {
+        if (run < 3) sum[run] += sum[run + 1];
+        keep(run, sum[run]);
+      }
     }
   }
-  __device__ uint2 factor(int row, int i) const {
-    return *reinterpret_cast<const uint2*>(&shared.runs.factors[row][i + lane % 4 * 4]);
-  }
 
-  // Four tokens' queries (0) or keys (1): convolved, activated, normalised.
-  __device__ void normalised(int which, int from, float4 (&x)[kHalf + 3]) const {
-    float scale[kHalf];
+  // Where the warp's queries (0) or keys (1) are kept, 256 bytes each: over what they are made of,
+  // but for its last three tokens, which another warp's convolution needs too.
+  __device__ half* kept(int which) const {
+    return reinterpret_cast<half*>(shared.raw_of(which) + (kRun * warp + 3) * 128) + channel;
+  }
+  // Convolved, activated, normalised.
+  __device__ void normalise(int which) const {
+    float4 x[kRun + 3];
+    float scale[kRun];
     const float whole = which == 0 ? 0.08838834764831845f : 1.0f;  // 1 / sqrt(128)
-    preparer.source.template convolved<kHalf>(which, from, channel, x);
-    activate<kHalf>(op.qk_activation, x);
+    preparer.source.template convolved<kRun>(which, kRun * warp, channel, x);
+    activate<kRun>(op.qk_activation, x);
     norm_scales<128>(op.qk_norm, x, scale);
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) x[i] = scaled(x[i], scale[i] * whole);
-    preparer.drop_others(from, x);
+    for (int i = 0; i < kRun; ++i) x[i] = scaled(x[i], scale[i] * whole);
+    preparer.drop_others(kRun * warp, x);
+    __syncwarp();  // all have read what is overwritten from here on
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) store_halves(kept(which) + i * 128, x[i]);
   }
 
   // Operands of the products of a run's later half with its earlier one, in place of the warp's
@@ -153,65 +175,50 @@ struct RowDecays {
     }
   }
 
-  using Numbers = float4[kHalf];
-  __device__ void load_decays(int from, Numbers& d) const {
+  // Keys of four tokens times the gates that erase, or beta.
+  __device__ void erase(int from, Numbers& k) const {
+    if (op.erase.data == nullptr) {
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) d[i] = load4(decays_of(from + i));
-  }
-  // Four tokens' keys, to where they are kept, for the queries; with the gates that erase, decayed
-  // since the run's start; and their products with one another, below the diagonal. since: what
-  // decayed within the run before them, and then also within them.
-  template <bool kErase>
-  __device__ void keys(int from, uint2 since, float (&sum)[16]) const {
-    float4 k[kHalf + 3];
-    Numbers d, erasing;
-    normalised(1, from, k);
-    const PanelRun at(from, channel);
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) store_halves(&image().end[at[i]], k[i]);
-    if constexpr (kErase) {
-      preparer.source.take_gates(erasing);
-      const float most = 0.5f * op.beta_scale;  // as fast_sigmoid() has 0.5
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) {
-        const float4 gate = each(erasing[i], [&](float x) {
-          return most + most * tanh_fast(0.5f * x);
-        });
-        erasing[i] = times(k[i], gate);
-      }
-      const bool later = from % kRun != 0;
-      preparer.source.ask_gates(later ? n + 1 : n, later ? 0 : 3);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) erasing[i] = scaled(k[i], shared.beta[n % 2][from + i]);
+      for (int i = 0; i < kHalf; ++i) k[i] = scaled(k[i], shared.beta[n % 2][from + i]);
+      return;
     }
-    load_decays(from, d);
-#pragma unroll
-    for (int s = 0; s < kHalf - 1; ++s) {
-#pragma unroll
-      for (int t = s + 1; t < kHalf; ++t) {
-        k[s] = times(k[s], d[t]);
-        sum[triangle_at(t - 1, s)] = dot(erasing[t], k[s]);
-      }
-    }
+    Numbers gate;
+    const bool later = from % kRun != 0;
+    preparer.source.take_gates(n, later, gate);
+    const float most = 0.5f * op.beta_scale;  // as fast_sigmoid() has 0.5
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
-      if (i > 0) d[i] = times(d[i], d[i - 1]);
-      const uint2 key = packed(times(erasing[i], d[i]));
-      if (from % kRun != 0) keep_half(kLater, i, key);
-      *reinterpret_cast<uint2*>(&image().k[at[i]]) = times_halves(key, since);
+      gate[i] = each(gate[i], [&](float x) { return most + most * tanh_fast(0.5f * x); });
+      k[i] = times(k[i], gate[i]);
+    }
+    preparer.source.ask_gates(later ? n + 1 : n, later ? 0 : 1);
+    if (preparer.first + kTokens <= preparer.place.count) return;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      if (!preparer.valid(from + i)) k[i] = zero4();  // the gate may be no number
     }
   }
-  // Four tokens' queries, decayed likewise; keys decayed until the run's end; and their products up
-  // to the diagonal.
-  __device__ void queries(int from, uint2& since, float (&sum)[16]) const {
-    float4 q[kHalf + 3];
-    normalised(0, from, q);
-    Numbers d;
-    load_decays(from, d);
-    uint2 until = kOnes;
+  // Four tokens: keys that erase and queries decayed since the run's start, keys until its end, and
+  // the products of those within the half. since: what decayed within the run before them, and
+  // then also within them.
+  __device__ void half_run(int from, uint2& since, float (&sum)[16]) const {
+    Numbers e, q, d;
+    const half* const keys = kept(1) + from % kRun * 128;
+    const half* const queries = kept(0) + from % kRun * 128;
     const bool later = from % kRun != 0;
-    if (!later) {
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) e[i] = load_halves(keys + i * 128);
+    erase(from, e);
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      q[i] = load_halves(queries + i * 128);
+      d[i] = load4(decays_of(from + i));
+    }
+    uint2 until = kOnes;
+    if (later) {  // values of the next chunk may soon lie where queries were
+      publish_to_copy_engine();
+      warp_arrive(&shared.raw_read[0]);
+    } else {
       float4 all = load4(decays_of(from + kHalf));
 #pragma unroll
       for (int i = 1; i < kHalf; ++i) all = times(all, load4(decays_of(from + kHalf + i)));
@@ -221,22 +228,27 @@ struct RowDecays {
     const PanelRun at(from, channel);
 #pragma unroll
     for (int s = 0; s < kHalf; ++s) {
-      float4 key = load_halves(&image().end[at[s]]);
+      float4 key = load_halves(keys + s * 128);
       sum[6 + triangle_at(s, s)] = dot(q[s], key);
 #pragma unroll
       for (int t = s + 1; t < kHalf; ++t) {
         key = times(key, d[t]);
+        sum[triangle_at(t - 1, s)] = dot(e[t], key);
         sum[6 + triangle_at(t, s)] = dot(q[t], key);
       }
-      const uint2 kept = packed(key);
-      if (!later) keep_half(0, s, kept);
-      *reinterpret_cast<uint2*>(&image().end[at[s]]) = times_halves(kept, until);
+      const uint2 last = packed(key);
+      if (!later) keep_half(0, s, last);
+      *reinterpret_cast<uint2*>(&image().end[at[s]]) = times_halves(last, until);
     }
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
       if (i > 0) d[i] = times(d[i], d[i - 1]);
-      const uint2 query = packed(times(q[i], d[i]));
-      if (later) keep_half(kLater, kHalf + i, query);
+      const uint2 key = packed(times(e[i], d[i])), query = packed(times(q[i], d[i]));
+      if (later) {
+        keep_half(kLater, i, key);
+        keep_half(kLater, kHalf + i, query);
+      }
+      *reinterpret_cast<uint2*>(&image().k[at[i]]) = times_halves(key, since);
       *reinterpret_cast<uint2*>(&image().q[at[i]]) = times_halves(query, since);
     }
     since = packed(d[kHalf - 1]);
@@ -246,12 +258,7 @@ struct RowDecays {
 #pragma unroll 1
     for (int from = kRun * warp; from < kRun * warp + kRun; from += kHalf) {
       float sum[16];
-      if (op.erase.data != nullptr) {
-        keys<true>(from, since, sum);
-      } else {
-        keys<false>(from, since, sum);
-      }
-      queries(from, since, sum);
+      half_run(from, since, sum);
       keep_pairs(from, sum);
     }
     __syncwarp();
@@ -313,91 +320,111 @@ struct RowDecays {
     keep_asked(t, s, sum[2], sum[3]);
   }
 
-  // kCount blocks (b, c), (b, c + 1) below the diagonal.
-  template <int kCount, typename Products>
-  __device__ void blocks(const Products& products, int b, int c) const {
-    float A[kCount][2][4] = {}, P[kCount][2][4] = {};
+  // Block (b, c), c < b.
+  template <typename Products>
+  __device__ void block(const Products& products, int b, int c) const {
+    float A[2][4] = {}, P[2][4] = {};
     const PanelLane left = PanelLane::of_a(image().k, lane);
-    const PanelLane asked = PanelLane::of_a(image().q, lane);
     const PanelLane right = PanelLane::of_b(image().end, lane);
-    int row[2 * kCount];
+    constexpr uint32_t kQueries = offsetof(Chunk, q) - offsetof(Chunk, k);
+    constexpr uint32_t kPanel = kTokens * 128;
+    const int row = (b - 1) * (b - 1) + 2 * c, next = c == b - 1 ? kFactors - 1 : row + 1;
+    uint32_t of_left = left.row + b * kBlock * 128, of_right = right.row + c * kBlock * 128;
+    const half* factors = &shared.runs.factors[0][lane % 4 * 4];
+#pragma unroll 1
+    for (int panel = 0; panel < 2; ++panel) {
 #pragma unroll
-    for (int j = 0; j < 2 * kCount; ++j) {
-      row[j] = 2 * c + j == 2 * b - 1 ? kFactors - 1 : (b - 1) * (b - 1) + 2 * c + j;
-    }
-#pragma unroll 2
-    for (int i = 0; i < 128; i += 16) {
-      uint32_t k[4], q[4];
-      load_matrices(k, left.at(b * kBlock, i));
-      load_matrices(q, asked.at(b * kBlock, i));
-      const uint2 first = factor(8 + b, i);
-      k[1] = times_halves(k[1], first.x);
-      k[3] = times_halves(k[3], first.y);
-      q[1] = times_halves(q[1], first.x);
-      q[3] = times_halves(q[3], first.y);
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        uint32_t s[4];
-        load_matrices(s, right.at((c + j) * kBlock, i));
+      for (int i = 0; i < 4; ++i) {  // 16 channels
+        uint32_t k[4], q[4], s[4];
+        load_matrices(k, of_left + (left.piece ^ 32 * i));
+        load_matrices(q, of_left + (left.piece ^ 32 * i) + kQueries);
+        load_matrices(s, of_right + (right.piece ^ 32 * i));
+        const auto factor = [&](int row) {
+          return *reinterpret_cast<const uint2*>(factors + row * 128 + 16 * i);
+        };
+        const uint2 first = factor(8 + b), between[2] = {factor(row), factor(next)};
+        k[1] = times_halves(k[1], first.x);
+        k[3] = times_halves(k[3], first.y);
+        q[1] = times_halves(q[1], first.x);
+        q[3] = times_halves(q[3], first.y);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const uint2 between = factor(row[2 * j + h], i);
-          const uint32_t low = times_halves(s[2 * h], between.x);
-          const uint32_t high = times_halves(s[2 * h + 1], between.y);
-          multiply(A[j][h], k, low, high);
-          multiply(P[j][h], q, low, high);
+          const uint32_t low = times_halves(s[2 * h], between[h].x);
+          const uint32_t high = times_halves(s[2 * h + 1], between[h].y);
+          multiply(A[h], k, low, high);
+          multiply(P[h], q, low, high);
         }
       }
+      of_left += kPanel;
+      of_right += kPanel;
+      factors += 64;
     }
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) products.keep(b, c + j, A[j], P[j]);
+    products.keep(b, c, A, P);
   }
 
+  // Six warps have a block below the diagonal, two of them two diagonal ones.
   __device__ void products() const {
     const chunk::Products<128, true, std::remove_reference_t<decltype(preparer.shop)>> products{
         preparer.shop, lane / 4, lane % 4 * 2};
-    if (warp < 4) {
-      join_runs(warp);
+    if (warp < 6) {  // (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)
+      const int b = warp == 0 ? 1 : warp < 3 ? 2 : 3;
+      block(products, b, warp - b * (b - 1) / 2);
+    } else {
+      const int b = 2 * warp - 12;
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) join_runs(b + i);
       __syncwarp();
-      products.invert(warp);
-    } else if (warp % 3 == 1) {  // (1, 0), (3, 2)
-      blocks<1>(products, warp == 4 ? 1 : 3, warp == 4 ? 0 : 2);
-    } else {  // (2, 0), (2, 1), (3, 0), (3, 1)
-      blocks<2>(products, warp - 3, 0);
+      products.invert(b + lane / 16, 32);
     }
   }
 };
 
-// By the warps that have the state, of chunk n: keys and queries as the state meets them, decayed
-// since the chunk's start, or until its end.
-__device__ inline void reach_ends(RowShared<true>& shared, int n) {
-  constexpr int kRun = 8;
-  auto& image = shared.stage[0].image;
-  const int warp = threadIdx.x / 32 % kRowWarps, channel = threadIdx.x % 32 * 4;
+// By the warps that have the state, each with a run of eight tokens: what brings keys and queries
+// to the chunk's ends.
+__device__ inline void keep_ends(RowShared<true>& shared) {
+  const int thread = thread_again(), own = thread / 32 % kRowWarps, channel = thread % 32 * 4;
+  const float* const logs = &shared.runs.logs[0][channel];
   float4 before = zero4(), after = zero4();
 #pragma unroll
   for (int run = 0; run < kRowWarps; ++run) {
-    const float4 sum = load4(&shared.runs.logs[n % 2][run][channel]);
-    if (run < warp) before = plus(before, sum);
-    if (run > warp) after = plus(after, sum);
+    const float4 sum = load4(logs + run * 128);
+    if (run < own) before = plus(before, sum);
+    if (run > own) after = plus(after, sum);
   }
-  if (warp == 0) {
-    const float4 all = plus(load4(&shared.runs.logs[n % 2][0][channel]), after);
-    *reinterpret_cast<float4*>(&image.decay[channel]) = each(all, exp2_fast);
+  store_halves(&shared.runs.since[own][channel], each(before, exp2_fast));
+  store_halves(&shared.runs.until[own][channel], each(after, exp2_fast));
+}
+// By one of them, when nobody needs the chunk before's.
+__device__ inline void keep_whole(RowShared<true>& shared) {
+  const int channel = thread_again() % 32 * 4;
+  float4 sum = zero4();
+#pragma unroll
+  for (int run = 0; run < kRowWarps; ++run) {
+    sum = plus(sum, load4(&shared.runs.logs[run][channel]));
   }
-  const uint2 since = packed(each(before, exp2_fast)), until = packed(each(after, exp2_fast));
-  const PanelRun at(kRun * warp, channel);
-#pragma unroll 4
-  for (int i = 0; i < kRun; ++i) {
-    for (half* x : {image.k, image.q}) {
-      auto& both = *reinterpret_cast<uint2*>(&x[at[i]]);
-      both = times_halves(both, since);
-    }
-    auto& end = *reinterpret_cast<uint2*>(&image.end[at[i]]);
-    end = times_halves(end, until);
+  *reinterpret_cast<float4*>(&shared.stage[0].image.decay[channel]) = each(sum, exp2_fast);
+}
+__device__ inline void scale_halves(half* at, uint4 by) {
+  auto& x = *reinterpret_cast<uint4*>(at);
+  x = {times_halves(x.x, by.x), times_halves(x.y, by.y), times_halves(x.z, by.z),
+       times_halves(x.w, by.w)};
+}
+// Keys and queries as the state meets them, in place of those that the products were made of. A
+// lane has eight channels of every second token.
+__device__ inline void reach_ends(RowShared<true>& shared) {
+  auto& image = shared.stage[0].image;
+  const int thread = thread_again(), run = thread / 32 % kRowWarps, channel = thread % 16 * 8;
+  const int first = panel_at(8 * run + thread % 32 / 16, channel);
+  const uint4 since = *reinterpret_cast<const uint4*>(&shared.runs.since[run][channel]);
+  const uint4 until = *reinterpret_cast<const uint4*>(&shared.runs.until[run][channel]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int at = (first ^ 16 * i) + 128 * i;
+    scale_halves(&image.k[at], since);
+    scale_halves(&image.q[at], since);
+    scale_halves(&image.end[at], until);
   }
   publish_to_copy_engine();  // to the tensor cores, which read it likewise
-  meet(kNormBarrier, 32 * kRowWarps);
 }
 
 }  // namespace weir::cuda::chunk

@@ -7,10 +7,7 @@ namespace weir::cuda::chunk {
 constexpr int kRowWarps = 8;  // of either kind
 constexpr int kRowThreads = 2 * 32 * kRowWarps;
 // All begin with 128 registers.
-template <bool kChannel>
-constexpr int kRowPreparerRegisters = kChannel ? 96 : 88;
-template <bool kChannel>
-constexpr int kRowStateRegisters = 256 - kRowPreparerRegisters<kChannel>;
+constexpr int kRowPreparerRegisters = 96, kRowStateRegisters = 256 - kRowPreparerRegisters;
 constexpr int kNormBarrier = 2;
 
 // Runs of eight tokens, a warp each, where channels decay.
@@ -19,17 +16,19 @@ template <bool kChannel>
 struct RowRuns {};
 template <>
 struct RowRuns<true> {
-  // Of chunks by turns: the sum of a run's log decays, in powers of two.
-  alignas(16) float logs[2][kRowWarps][128];
+  alignas(16) float logs[kRowWarps][128];   // the sum of a run's log decays, in powers of two
   alignas(16) half factors[kFactors][128];  // see RowDecays::keep_factors()
-  alignas(16) float gates[4][kPreparers * 4];  // that erase or write, of four tokens a thread
+  // What decays between the chunk's start and a run, and between that and its end.
+  alignas(16) half since[kRowWarps][128], until[kRowWarps][128];
+  alignas(128) float gates[kRowWarps][4][128];  // that erase, of four of each warp's tokens
+  uint64_t made, gates_full[kRowWarps];         // barriers; the first: all logs are there
 };
 
 template <bool kChannel>
 struct RowShared {
   using Shop = Workshop<128, kChannel>;
-  // Prepared chunks. Per channel there is room for one: while the state uses it, values and decays
-  // of the next are made.
+  // Prepared chunks. Per channel there is room for one: while the state uses it, values, decays and
+  // normalised keys and queries of the next are made, these over the raw ones.
   static constexpr int kStages = kChannel ? 1 : 2;
   static constexpr int kRawTokens = kTokens + 3;  // with the convolution's past
   static constexpr int kTurnedPitch = 20;
@@ -37,7 +36,7 @@ struct RowShared {
     Image<128, kChannel> image;
   };
   Stage stage[kStages];
-  alignas(1024) half v[kTokens * 128];               // times beta; panels, as keys
+  alignas(1024) half v[kTokens * 128];               // times beta or their gates; panels, as keys
   // Raw projections: queries, keys and values; per channel values and then queries, and keys.
   alignas(128) float raw[kChannel ? 2 : 3][kRawTokens * 128];
   alignas(16) float taps[3][4][128];                 // by age, oldest first
@@ -48,12 +47,12 @@ struct RowShared {
   alignas(128) float logs[kStages][kChannel ? kTokens * 128 : kTokens];
   RowRuns<kChannel> runs;
   float beta[2][kTokens];
-  uint64_t raw_full[3], values_read, decays_full;    // barriers
+  uint64_t raw_full[3], raw_read[3], decays_full;    // barriers
   uint64_t full[kStages], empty[kStages], values_empty, gates_full[2];
 
   __device__ void init() {
     for (uint64_t& one : raw_full) barrier_init(shared_address(&one), 1);
-    barrier_init(shared_address(&values_read), kRowWarps);
+    for (uint64_t& one : raw_read) barrier_init(shared_address(&one), kRowWarps);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(shared_address(&full[i]), kRowWarps);
       barrier_init(shared_address(&empty[i]), kRowWarps);
@@ -61,6 +60,10 @@ struct RowShared {
     barrier_init(shared_address(&values_empty), kRowWarps);
     barrier_init(shared_address(&decays_full), 1);
     for (uint64_t& one : gates_full) barrier_init(shared_address(&one), 1);
+    if constexpr (kChannel) {
+      barrier_init(shared_address(&runs.made), kRowWarps);
+      for (uint64_t& one : runs.gates_full) barrier_init(shared_address(&one), 1);
+    }
     barrier_init_done();
   }
   __device__ float* raw_of(int which) { return kChannel ? raw[which % 2] : raw[which]; }
@@ -77,9 +80,10 @@ struct RowShop {
 };
 
 // The raw projections of all tokens, queries, keys and values, in boxes of kRawTokens tokens and
-// 128 channels; the decays' logits, where each channel has its own, in boxes as `logs` has rows.
+// 128 channels; the logits of decays and of gates that erase, where each channel has its own, in
+// boxes of the chunk's tokens, and of four.
 struct RowMaps {
-  CUtensorMap map[3], decays;
+  CUtensorMap map[3], decays, erase;
 };
 // Where answers go besides or instead of op.out: rounded, [tokens, value_heads * 128], for the
 // Linear that follows; null: nowhere.
@@ -121,6 +125,25 @@ struct RowPart {
     return {shared.stage[stage_of(n)].image, shared.diagonal, shared.logs[stage_of(n)],
             shared.beta[n % 2]};
   }
+  // Asks for raw projections of chunk n, from three tokens before it on. What is not the row's own
+  // is some other row's, or zero: see add_past(), and it is not kept behind the row's end.
+  __device__ void bring(int which, int n) const {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const uint32_t full = shared_address(&shared.raw_full[which]);
+    barrier_expect(full, sizeof shared.raw[0]);
+    copy_box(shared_address(shared.raw_of(which)), maps.map[which], first_of(which),
+             place.begin + n * kTokens - 3, full, kReadOnce);
+#endif
+  }
+  __device__ void bring_decays(int n) const {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if (op.decay != Decay::PerChannel) return;
+    const uint32_t full = shared_address(&shared.decays_full);
+    barrier_expect(full, sizeof shared.logs);
+    copy_box(shared_address(shared.logs), maps.decays, place.decay_head * 128,
+             place.begin + n * kTokens, full, kReadOnce);
+#endif
+  }
   // By all warps of a kind: what is read where it is, on its way to the L2 cache, 128 numbers of
   // each of a chunk's tokens.
   __device__ void prefetch(const Acts& acts, int64_t column, int n) const {
@@ -149,30 +172,28 @@ struct RowPart {
 // Raw projections, decays and gates in shared memory.
 template <bool kChannel>
 struct SharedSource : RowPart<kChannel> {
-  // Logits of the gates that write (parts 0 and 1 of chunk n, four tokens each) and erase (2 and 3)
-  // by and for each thread alone, asked for when it has taken those before.
-  __device__ void ask_gates(int n, int part) const {
-    const auto& op = this->op;
-    const Place& place = this->place;
-    if (op.erase.data == nullptr || n >= this->chunks()) return;
-    const int thread = thread_again();
-    const int first = n * kTokens + thread / 32 * 8 + part % 2 * 4;
-    const Acts& acts = part < 2 ? op.write : op.erase;
-    const int64_t stride = acts.stride;
-    float* const to = &this->shared.runs.gates[0][4 * thread];
-    const float* from = acts.data + (place.begin + min(first, place.count - 1)) * stride +
-                        (this->first_of(part < 2 ? 2 : 1) + thread % 32 * 4);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      copy_16_bytes(to + i * kPreparers * 4, from);
-      if (first + i + 1 < place.count) from += stride;
-    }
-    copies_commit();
+  // Logits of the gates that erase, of four tokens (half 0 or 1 of the warp's in chunk n), by and
+  // for each warp alone, asked for when it has taken those before. What lies behind the row's end
+  // is some other row's, or zero.
+  __device__ void ask_gates(int n, int half) const {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if (this->op.erase.data == nullptr || n >= this->chunks()) return;
+    const int thread = thread_again(), warp = thread / 32;
+    __syncwarp();
+    if (thread % 32 != 0) return;
+    auto& runs = this->shared.runs;
+    const uint32_t full = shared_address(&runs.gates_full[warp]);
+    barrier_expect(full, sizeof runs.gates[0]);
+    copy_box(shared_address(runs.gates[warp]), this->maps.erase, this->first_of(1),
+             this->place.begin + n * kTokens + warp * 8 + half * 4, full, kReadOnce);
+#endif
   }
-  __device__ void take_gates(float4 (&x)[4]) const {
-    copies_wait();
+  __device__ void take_gates(int n, int half, float4 (&x)[4]) const {
+    const int thread = thread_again();
+    auto& runs = this->shared.runs;
+    wait_for(&runs.gates_full[thread / 32], 2 * n + half);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = load4(&this->shared.runs.gates[i][4 * threadIdx.x]);
+    for (int i = 0; i < 4; ++i) x[i] = load4(&runs.gates[thread / 32][i][thread % 32 * 4]);
   }
   template <int kCount>
   __device__ void convolved(int which, int token, int channel, float4 (&x)[kCount + 3]) const {

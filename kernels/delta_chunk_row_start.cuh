@@ -35,6 +35,9 @@ SplitVectors start_rows(const DeltaMix& op, Context& context) {
   if (op.decay == Decay::PerChannel) {
     maps.decays = map_of(op.decay_in, op.decay_heads * 128, 128, kTokens, tokens, context);
   }
+  if (op.erase.data != nullptr) {
+    maps.erase = map_of(op.erase, keys, 128, 4, tokens, context);
+  }
   RowOutput output;
   SplitVectors left;
   if (!context.keep_low && op.value_dim == 128) {
