@@ -1,3 +1,4 @@
+#include "kernels/cached_cuda.cuh"
 #include "kernels/delta_channel_cuda.cuh"
 #include "kernels/delta_stream_cuda.cuh"
 #include "kernels/long_rows_cuda.cuh"
@@ -13,7 +14,9 @@ using namespace channel;
 // asked for at once, the raw vectors first; a thread prepares one channel of them while the state
 // is on its way; and the copy engine brings what a later block will read to the L2 cache. Where
 // there are many blocks the state passes through shared memory, so that nothing that waits for a
-// vector waits for the state too; where there are few it comes straight to registers.
+// vector waits for the state too; where there are few it comes straight to registers. There the
+// first blocks bring ahead while they wait for the predecessor, and their own states make room for
+// it: they need no more to be in the L2 cache.
 //
 // A lane has four neighbouring keys of each of its warp's eight rows. What the state recalls and
 // what it answers are summed together, before the state is changed: with P = S diag(exp g),
@@ -24,7 +27,8 @@ using namespace channel;
 // instructions, 1,900 cycles if four are issued in each, take 1 us of it, and L2 alone 3.5 us.
 constexpr int kDim = 128;
 constexpr int kWarps = 16, kThreads = 32 * kWarps, kRows = kDim / kWarps, kResident = 2;
-constexpr int kManyHeads = 1025;  // from so many on the state passes through shared memory
+constexpr int kManyHeads = 1025;   // from so many on the state passes through shared memory,
+constexpr int kManyShared = 1024;  // or from so many of a cluster's blocks
 constexpr int kPieces = 4;               // of a state, each of four warps' rows
 constexpr int kBringer = kThreads - 32;  // the thread that asks for them
 
@@ -79,14 +83,14 @@ __device__ inline void load_kept(const DeltaMix& op, const Place& place, Role ro
 __device__ inline void load_new(const DeltaMix& op, const Place& place, Role role, Raw& raw) {
   const int64_t column = column_of(place, role);
   if (role == kFinisher) {
-    if (op.gate.data != nullptr) raw.gate = __ldcg(at(op.gate, place.token) + column);
+    if (op.gate.data != nullptr) raw.gate = load_as<Stay::Usual>(at(op.gate, place.token) + column);
     return;
   }
   const Acts& in = role == kQuery ? op.q : role == kKey ? op.k : op.v;
-  raw.now = __ldcg(at(in, place.token) + column);
+  raw.now = load_as<Stay::Usual>(at(in, place.token) + column);
   if (role == kQuery) {
     if (op.decay == Decay::None) return;
-    raw.gate = __ldcg(at(op.decay_in, place.token) +
+    raw.gate = load_as<Stay::Usual>(at(op.decay_in, place.token) +
                       (op.decay == Decay::PerHead
                            ? place.decay_head
                            : int64_t(place.decay_head) * kDim + threadIdx.x));
@@ -94,9 +98,9 @@ __device__ inline void load_new(const DeltaMix& op, const Place& place, Role rol
   }
   const Acts& gate = role == kKey ? op.erase : op.write;
   if (gate.data != nullptr) {
-    raw.gate = __ldcg(at(gate, place.token) + column);
+    raw.gate = load_as<Stay::Usual>(at(gate, place.token) + column);
   } else if (op.beta.data != nullptr) {
-    raw.gate = __ldcg(at(op.beta, place.token) + place.value_head);
+    raw.gate = load_as<Stay::Usual>(at(op.beta, place.token) + place.value_head);
   }
 }
 
@@ -161,14 +165,17 @@ struct Held {
       barrier_init_done();
     }
   }
-  // state: the warp's first row.
-  __device__ void load(const float* state, bool fresh, Shared& shared) {
+  // state: the warp's first row. `early`: of one of the first blocks.
+  __device__ void load(const float* state, bool fresh, bool early, Shared& shared) {
     if (fresh) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) (kLanded ? landing()[r * 32] : row[r]) = {};
     } else if constexpr (!kLanded) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) row[r] = four(state + r * kDim);
+      for (int r = 0; r < kRows; ++r) {
+        const float* const from = state + r * kDim + threadIdx.x % 32 * 4;
+        row[r] = early ? load_four_as<Stay::Passing>(from) : load_four_as<Stay::Usual>(from);
+      }
     } else {
 #if __CUDA_ARCH__ >= 900
       if (threadIdx.x == kBringer) bring(state - threadIdx.x / 32 * kRows * kDim, shared);
@@ -239,7 +246,8 @@ struct Held {
       for (int r = 0; r < kHalf; ++r) {
         const int i = h * kHalf + r;
         const float wrote = __shfl_sync(0xffffffffu, u, r);
-        store_four(state + i * kDim + 4 * lane, plus(times(at(i), decay), wrote, k));
+        store_four_as<Stay::Usual>(state + i * kDim + 4 * lane,
+                                   plus(times(at(i), decay), wrote, k));
       }
       const float wrote = __shfl_sync(0xffffffffu, u, lane % kHalf);
       const float answer = (mine[h] + wrote * both) * q_scale;
@@ -272,26 +280,31 @@ __device__ inline void remember(const DeltaMix& op, const Place& place, Role rol
   keep_input(past_of(op, place, role), place, channels_of(op), shared.kept[threadIdx.x]);
 }
 
+// Whether a row's blocks have a token to step.
+__device__ inline bool steps(const DeltaMix& op, int row) {
+  return op.rows.slot[row] != kPadding && op.rows.begin[row + 1] - op.rows.begin[row] == 1;
+}
+
 // A warp asks for the states that block number `block` will read, and for its share of its row's
-// history, to be brought to the L2 cache.
+// history, to be brought to the L2 cache: the states, which are written as usual, to be kept.
 __device__ inline void bring_ahead(const DeltaMix& op, int block) {
   const int lane = threadIdx.x % 32, row = block / gridDim.x;
-  if (lane > 1 || row >= int(gridDim.y)) return;
-  const Slot slot = op.rows.slot[row];
-  if (slot == kPadding || op.rows.first[row] == 0) return;
+  if (lane > 1 || row >= int(gridDim.y) || !steps(op, row) || op.rows.first[row] == 0) return;
   const int floats =
       lane == 0 ? op.value_heads * kDim * kDim : (kWidth - 1) * channels_of(op);
   const int each = floats / int(gridDim.x);
-  bulk_prefetch(at(lane == 0 ? op.state : op.history, slot) + int64_t(block % gridDim.x) * each,
-                uint32_t(each) * sizeof(float));
+  const float* const from =
+      at(lane == 0 ? op.state : op.history, op.rows.slot[row]) + int64_t(block % gridDim.x) * each;
+  const uint32_t bytes = uint32_t(each) * sizeof(float);
+  lane == 0 ? bulk_prefetch_kept(from, bytes) : bulk_prefetch(from, bytes);
 }
 
 // A warp asks for the raw vectors of block number `block`'s first head, 32 floats a lane: where so
-// many states pass through the L2 cache, they are there no longer.
+// many states pass through the L2 cache, they are there no longer. Kept until they are read.
 __device__ inline void bring_vectors_ahead(const DeltaMix& op, int heads, int block) {
   constexpr int kLines = kDim / 32;  // of a vector
   const int lane = threadIdx.x % 32, row = block / gridDim.x;
-  if (row >= int(gridDim.y)) return;
+  if (row >= int(gridDim.y) || !steps(op, row)) return;
   const int value_head = int(block % gridDim.x) * heads;
   const int key_head = value_head / (op.value_heads / op.key_heads);
   const float* from = nullptr;
@@ -310,7 +323,7 @@ __device__ inline void bring_vectors_ahead(const DeltaMix& op, int heads, int bl
       head = value_head * op.decay_heads / op.value_heads;
   }
   if (from == nullptr) return;
-  prefetch_line(from + op.rows.begin[row] * stride + (head * kLines + lane % kLines) * 32);
+  prefetch_line_kept(from + op.rows.begin[row] * stride + (head * kLines + lane % kLines) * 32);
 }
 
 // The first `early` blocks have their states brought before the predecessor is done. `ahead`: how
@@ -332,7 +345,7 @@ __global__ __launch_bounds__(kThreads, kResident) void held_kernel(
               .decay_head = 0, .token = token, .fresh = op.rows.first[row] == 0,
               .keeps = false, .oldest = ring_row(op.rows.first[row], kWidth - 1),
               .history = nullptr};
-  if (slot == kPadding || op.rows.begin[row + 1] - token != 1) {
+  if (!steps(op, row)) {
     wait_for_predecessor();
     return;
   }
@@ -348,11 +361,13 @@ __global__ __launch_bounds__(kThreads, kResident) void held_kernel(
     Raw raw;
     load_kept(op, place, role, raw);
     const bool first = i == 0 && block < early;
-    if (first) held.load(state, place.fresh, shared);
+    const bool brings = i == 0 && warp == kWarps - 1 && block + ahead >= early;
+    if (first) held.load(state, place.fresh, true, shared);
+    if (!kLanded && first && brings) bring_ahead(op, block + ahead);
     if (i == 0) wait_for_predecessor();
     load_new(op, place, role, raw);
-    if (!first) held.load(state, place.fresh, shared);
-    if (i == 0 && warp == kWarps - 1) bring_ahead(op, block + ahead);
+    if (!first) held.load(state, place.fresh, false, shared);
+    if ((kLanded || !first) && brings) bring_ahead(op, block + ahead);
     if (kLanded && i == 0 && warp == kWarps - 2) bring_vectors_ahead(op, heads, block + ahead);
     prepare<kSharing>(op, place, role, raw, shared);
     __syncthreads();  // the head's vectors are there
@@ -383,16 +398,19 @@ void start(const DeltaMix& op, Context& context) {
           .block = dim3(kThreads), .shared = landing,
           .cluster = kSharing == Sharing::Cluster ? group : 1},
          kernel, op, split, context.fresh_state,
-         context.fresh_state ? kResident * context.multiprocessors : 0, context.multiprocessors);
+         context.fresh_state ? kResident * context.multiprocessors : 0,
+         kLanded ? context.multiprocessors * 7 / 8 : context.multiprocessors);
+}
+
+bool in_clusters(const DeltaMix& op, const Context& context) {
+  const int group = op.value_heads / op.key_heads;
+  return context.compute >= 90 && (group == 2 || group == 4 || group == 8);
 }
 
 template <bool kLanded>
 void start(const DeltaMix& op, Context& context) {
-  const int group = op.value_heads / op.key_heads;
-  if (context.compute >= 90 && (group == 2 || group == 4 || group == 8)) {
-    return start<kLanded, Sharing::Cluster>(op, context);
-  }
-  start<kLanded, Sharing::Turns>(op, context);
+  in_clusters(op, context) ? start<kLanded, Sharing::Cluster>(op, context)
+                           : start<kLanded, Sharing::Turns>(op, context);
 }
 
 bool fours(const float* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
@@ -407,7 +425,8 @@ bool holds(const DeltaMix& op, const Context& context) {
 }
 
 void run_held(const DeltaMix& op, Context& context) {
-  if (op.rows.count * op.value_heads < kManyHeads) return start<false>(op, context);
+  const int many = in_clusters(op, context) ? kManyShared : kManyHeads;
+  if (op.rows.count * op.value_heads < many) return start<false>(op, context);
   start<true>(op, context);
 }
 

@@ -1,4 +1,5 @@
 #include "kernels/async_cuda.cuh"
+#include "kernels/cached_cuda.cuh"
 #include "kernels/swila_mix_cuda.cuh"
 
 namespace weir::cuda::swila {
@@ -8,7 +9,9 @@ namespace {
 // state, 4 KB a warp, two blocks on a multiprocessor. What a block reads is asked for at once, the
 // state last; the vectors are prepared while it is on its way. Where there are many blocks the
 // state passes through shared memory, so that nothing that waits for a vector waits for it too.
-// Each block has the copy engine bring what a later one will read to the L2 cache.
+// Each block has the copy engine bring what a later one will read to the L2 cache, the state to be
+// kept. Where there are few, states that have been stepped make room for it instead, and those of
+// the first blocks, which bring ahead while they wait for the predecessor.
 //
 // A warp has four values of each mixture; 16 lanes share a row, two rows a load. What the state
 // recalls and what it answers are summed together, before it is changed: with P = S diag(exp g),
@@ -177,7 +180,8 @@ struct Held {
     const auto* decay = reinterpret_cast<const float4*>(shared.decay);
     return times(x, decay[i / 2 * D / 4 + threadIdx.x % kLanes]);
   }
-  __device__ void load(const float* state, bool fresh) {
+  // `early`: of one of the first blocks.
+  __device__ void load(const float* state, bool fresh, bool early) {
     if (fresh) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) (kLanded ? landing(i) : row[kKept ? i : 0]) = {};
@@ -188,7 +192,8 @@ struct Held {
       if constexpr (kLanded) {
         copy_16_bytes(&landing(i), state + place(i));
       } else {
-        row[i] = *reinterpret_cast<const float4*>(state + place(i));
+        const float* const from = state + place(i);
+        row[i] = early ? load_four_as<Stay::Passing>(from) : load_four_as<Stay::Usual>(from);
       }
     }
     if constexpr (kLanded) copies_commit();
@@ -241,7 +246,8 @@ struct Held {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float u = __shfl_sync(0xffffffffu, written, half + i);
-      store_four(state + place(i), plus(decayed(shared, i), u, k));
+      store_four_as<kLanded ? Stay::Usual : Stay::Passing>(state + place(i),
+                                                           plus(decayed(shared, i), u, k));
     }
     answer = (answers + written * both) * q_scale;
     return posterior;
@@ -249,14 +255,17 @@ struct Held {
 };
 
 // A warp asks for the state and the distributions that block number `block` will read, and for its
-// share of its row's history, to be brought to the L2 cache.
+// share of its row's history, to be brought to the L2 cache. kLanded: the state to be kept.
+template <bool kLanded>
 __device__ inline void bring_ahead(const SwilaMix& op, int block) {
   constexpr int kPast = (kWidth - 1) * 3 * D;  // the history's floats of a head
   const int row = block / gridDim.x, head = block % gridDim.x;
   if (threadIdx.x % 32 != 0 || row >= int(gridDim.y)) return;
   const Slot slot = op.rows.slot[row];
   if (slot == kPadding || op.rows.first[row] == 0) return;
-  bulk_prefetch(at(op.state, slot) + head * J * D * D, J * D * D * sizeof(float));
+  const float* const state = at(op.state, slot) + head * J * D * D;
+  constexpr uint32_t kBytes = J * D * D * sizeof(float);
+  kLanded ? bulk_prefetch_kept(state, kBytes) : bulk_prefetch(state, kBytes);
   bulk_prefetch(at(op.history, slot) + head * kPast, kPast * sizeof(float));
   if (op.key_mix.data == nullptr) return;
   bulk_prefetch(at(op.posterior, slot) + head * J * D, J * D * sizeof(float));
@@ -326,11 +335,13 @@ __global__ __launch_bounds__(kThreads, kResident) void swila_held_kernel(
   Input in;
   Held<kGated, kLanded> held;
   load_kept<kGated>(op, here, in);
-  if (block < early) held.load(state, here.fresh);
+  const bool brings = warp == kWarps - 1 && block + ahead >= early;
+  if (block < early) held.load(state, here.fresh, true);
+  if (!kLanded && brings && block < early) bring_ahead<kLanded>(op, block + ahead);
   wait_for_predecessor();
   load_new<kGated>(op, here, in);
-  if (block >= early) held.load(state, here.fresh);
-  if (warp == kWarps - 1) bring_ahead(op, block + ahead);
+  if (block >= early) held.load(state, here.fresh, false);
+  if ((kLanded || block >= early) && brings) bring_ahead<kLanded>(op, block + ahead);
   if (kLanded && (warp == 0 || warp == kWarps - 2)) {
     bring_vectors_ahead(op, block + ahead, warp == 0);
   }
