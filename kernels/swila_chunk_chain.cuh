@@ -37,31 +37,59 @@ struct Chain {
     to.beta[1] = four.w;
   }
 
+  __device__ static float sum_of_both(const Two& x) {
+    const float sum = x[0] + x[1];
+    return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
+  }
+  // Each e[j] less the largest of all mixtures'.
+  __device__ static void take_largest(Two& e) {
+    float most = fmaxf(e[0], e[1]);
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) e[j] -= most;
+  }
+  // a = 2^e weight, e <= 0; one over their sum over all mixtures. Weights sum to about one or more
+  // and are below 2^59: what is lost below the smallest number, 2^-126, is nothing to a sum of
+  // 2^-44. Where it is less, the largest e is exchanged too, and taken off; there a weight below
+  // the smallest number counts for nothing, so that the sum is one above it.
+  __device__ static float weigh(const Two& e, const Two& weight, Two& a) {
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) a[j] = exp2_fast(e[j]) * weight[j];
+    const float sum = sum_of_both(a);
+    float scale = reciprocal(sum);
+    asm volatile("" : "+f"(scale));  // before the branch
+    constexpr float kLeast = 5.7e-14f;
+    if (__any_sync(0xffffffffu, sum < kLeast)) {
+      Two less;
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) less[j] = weight[j] < 1.2e-38f ? -INFINITY : e[j];
+      take_largest(less);
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) a[j] = exp2_fast(less[j]) * weight[j];
+      scale = reciprocal(sum_of_both(a));
+    }
+    return scale;
+  }
+
   // r, and -u, u = beta r delta, of one token from delta; r is the last one's before.
   __device__ static void switch_mixtures(const Factors& in, const Two& delta, Two& r, Two& u) {
-    Two a;
+    Two e, a;
+    float scale;
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
       const float half_delta = -0.5f * kLog2E * delta[j];
-      if constexpr (V::kTemporal) {
-        // A prior below the smallest number counts for nothing, so that the sum is one above it.
-        r[j] += in.prior[j];
-        a[j] = r[j] < 1.2e-38f ? -INFINITY : half_delta * delta[j];
-      } else {
-        a[j] = fmaf(half_delta, delta[j], in.prior[j]);
-      }
+      e[j] = V::kTemporal ? half_delta * delta[j] : fmaf(half_delta, delta[j], in.prior[j]);
       u[j] = in.beta[j] * delta[j];
+      if constexpr (V::kTemporal) r[j] += in.prior[j];
     }
-    float most = fmaxf(a[0], a[1]);
-    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    if constexpr (V::kTemporal) {
+      scale = weigh(e, r, a);
+    } else {
+      take_largest(e);
 #pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      a[j] = exp2_fast(a[j] - most);
-      if constexpr (V::kTemporal) a[j] *= r[j];
+      for (int j = 0; j < kOwn; ++j) a[j] = exp2_fast(e[j]);
+      scale = reciprocal(sum_of_both(a));
     }
-    float sum = a[0] + a[1];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    const float scale = reciprocal(sum);
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
       u[j] = a[j] * u[j] * scale;
@@ -88,6 +116,7 @@ struct Chain {
 
   // Rows of G, of the thread's mixtures: of a token with the one n before it at n.
   static constexpr int kSets = V::kGated ? kOwn : 1;
+  static constexpr int kTokensUnrolled = 2;
   using Row = float4[kSets][kTokens / 4];
   template <int kCount>
   __device__ static void load_row(const float* gram, int s, int four, Row& to) {
@@ -106,7 +135,7 @@ struct Chain {
     constexpr int kCount = kLater + 2 < kTokens ? kLater + 2 : kTokens;
     Factors factors, next;
     load(keys, t, next);
-#pragma unroll 1
+#pragma unroll kTokensUnrolled
     for (const int end = t + 8; t < end; ++t) {
       const int row = min(t, kTokens - 2);
       Two u, second;

@@ -4,22 +4,25 @@
 // The warps that convolve, where keys and queries decay for each mixture.
 namespace weir::cuda::swila_chunk {
 
-// log2(exp(softplus(x))) = max(y, 0) + log2(1 + 2^-|y|), y = x log2(e). The logarithm is its series
-// where 1 + e would lose e. All of it is computed, as the compiler would branch.
+// log2(exp(softplus(x))) = max(y, 0) + log2(1 + e), e = 2^-|y|, y = x log2(e). For log2(1 + e) / e
+// the polynomial through its values at the six Chebyshev nodes of 0 .. 1, wrong by 1e-5 of it.
 __device__ inline float log2_softplus(float y) {
   const float e = exp2_fast(-fabsf(y));
-  float series = e * fmaf(-0.5f * kLog2E, e, kLog2E), log;
-  asm volatile("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(1.0f + e));
-  asm volatile("" : "+f"(series));
-  return fmaxf(y, 0.0f) + (e < 0.001953125f ? series : log);
+  float p = fmaf(-0.033822046f, e, 0.144471096f);
+  p = fmaf(p, e, -0.30163801f);
+  p = fmaf(p, e, 0.468658879f);
+  p = fmaf(p, e, -0.720358773f);
+  p = fmaf(p, e, 1.44268147f);
+  return fmaf(e, p, fmaxf(y, 0.0f));
 }
 
 // Two warps have a mixture, each half of the chunk's tokens. L are the sums of log2 decays from the
 // half's start on. With a = exp2(L), and b what is left of a from the token until the half's end,
 //   G, H of tokens t, s of one half    <k_t a_t, k_s / a_s>, <q_t a_t, k_s / a_s>
 //   of t in the upper, s in the lower  <k_t a_t, k_s b_s>, <q_t a_t, k_s b_s>
-// The former are products by tf32, which has a float's range, unless the half is strong: then they
-// are made of others whose exponents are never positive, as those of the latter.
+// The former are products of halves where little is lost in the half; else by tf32, which has a
+// float's range, unless the half is strong: then they are made of others whose exponents are never
+// positive, as those of the latter.
 template <class V>
 struct Gates : Convolver<V> {
   static constexpr int kHalf = kTokens / 2, kKeyRun = 2;
@@ -83,8 +86,20 @@ struct Gates : Convolver<V> {
   __device__ const float* log_of(int t, int c) const {
     return &shared.logs[mixture()][t * kDim + (c ^ t % 2 * 16)];
   }
-  // L of the warp's tokens; a lane has two channels. Whether a channel loses more than 2^60.
-  __device__ bool decays(int n, float a, float2 shift) const {
+  // Of the lane's two channels: exp(A_log), and dt_bias times log2(e). Asked for anew each chunk,
+  // long before they are needed, as there are no registers to keep them in.
+  struct Gate {
+    float a;
+    float2 shift;
+  };
+  __device__ Gate gate() const {
+    const float* const bias = op.dt_bias + place.mixed(mixture(), lane * 2);
+    return {op.decay_a[place.head * kMixtures + mixture()], {kLog2E * bias[0], kLog2E * bias[1]}};
+  }
+  // How much any channel loses in the half.
+  enum Loss { kLittle, kMuch, kMost };  // 2^12, 2^60, more
+  // L of the warp's tokens; a lane has two channels.
+  __device__ Loss decays(int n, const Gate& gate) const {
     float2 x[kHalf], sum{0, 0};
     float* const rows = &shared.logs[mixture()][first() * kDim];
     sleep_for(&shared.logits_full[mixture()], n);
@@ -100,13 +115,15 @@ struct Gates : Convolver<V> {
     }
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
-      sum.x = fmaf(-a, log2_softplus(fmaf(kLog2E, x[i].x, shift.x)), sum.x);
-      sum.y = fmaf(-a, log2_softplus(fmaf(kLog2E, x[i].y, shift.y)), sum.y);
+      sum.x = fmaf(-gate.a, log2_softplus(fmaf(kLog2E, x[i].x, gate.shift.x)), sum.x);
+      sum.y = fmaf(-gate.a, log2_softplus(fmaf(kLog2E, x[i].y, gate.shift.y)), sum.y);
       *reinterpret_cast<float2*>(rows + i * kDim + (lane * 2 ^ i % 2 * 16)) = sum;
     }
     *reinterpret_cast<float2*>(&shared.kept[upper()][mixture()][lane * 2]) = {exp2_fast(sum.x),
                                                                             exp2_fast(sum.y)};
-    return __any_sync(0xffffffffu, fminf(sum.x, sum.y) < -60.0f);
+    const float least = fminf(sum.x, sum.y);
+    if (!__any_sync(0xffffffffu, least < -12.0f)) return kLittle;
+    return __any_sync(0xffffffffu, least < -60.0f) ? kMost : kMuch;
   }
 
   __device__ static float4 exp2_of(float4 x) {
@@ -163,6 +180,50 @@ struct Gates : Convolver<V> {
                                           pack(q.z, q.w)};
       } else {
         *reinterpret_cast<uint2*>(log) = {pack(end.x, end.y), pack(end.z, end.w)};
+      }
+    }
+  }
+
+  // x times y, of four halves.
+  __device__ static uint2 times(uint2 x, uint2 y) {
+    const auto two = [](uint32_t a, uint32_t b) {
+      const half2 by = __hmul2(*reinterpret_cast<half2*>(&a), *reinterpret_cast<half2*>(&b));
+      return *reinterpret_cast<const uint32_t*>(&by);
+    };
+    return {two(x.x, y.x), two(x.y, y.y)};
+  }
+  __device__ static uint2 narrowed(float4 x) { return {pack(x.x, x.y), pack(x.z, x.w)}; }
+  // The same by halves, where channels lose little.
+  template <bool kUpper>
+  __device__ void decay_keys_by_halves(Stage<V>& to, float (&near)[4]) const {
+    const int t = (kUpper ? kHalf : 0) + lane / 4, c = lane % 4 * 4, j = mixture();
+    const int at = t * kKeyPitch + c, odd = t % 2 * 16;
+    float* const logs = &shared.logs[j][t * kDim + c];
+    const auto four = [](half* from) -> uint2& { return *reinterpret_cast<uint2*>(from); };
+#pragma unroll kUnrolled
+    for (int i = 0; i < kSteps; ++i) {
+      float* const log = logs + (16 * i ^ odd);
+      const float4 L = load4(log);
+      const uint2 key = four(&shared.plain_k[at + 16 * i]);
+      const uint2 query = four(&shared.plain_q[at + 16 * i]);
+      const float4 a = exp2_of(L), back = exp2_of({-L.x, -L.y, -L.z, -L.w});
+      const uint2 since = narrowed(a), k = times(key, since), q = times(query, since);
+      const uint2 b = times(key, narrowed(back));
+      const uint32_t left[4] = {k.x, q.x, k.y, q.y};
+      multiply(near, left, b.x, b.y);
+      const float4 end = times(back, load4(&shared.kept[kUpper][j][c + 16 * i]));
+      const float4 other = load4(&shared.kept[!kUpper][j][c + 16 * i]);
+      if constexpr (kUpper) {
+        const uint2 all = narrowed(times(a, other));
+        four(&to.k[j][at + 16 * i]) = times(key, all);
+        four(&to.q[j][at + 16 * i]) = times(query, all);
+        four(&to.end[j][at + 16 * i]) = times(key, narrowed(end));
+        *reinterpret_cast<uint4*>(log) = {k.x, q.x, k.y, q.y};
+      } else {
+        four(&to.k[j][at + 16 * i]) = k;
+        four(&to.q[j][at + 16 * i]) = q;
+        four(&to.end[j][at + 16 * i]) = times(key, narrowed(times(end, other)));
+        *reinterpret_cast<uint2*>(log) = times(key, narrowed(end));
       }
     }
   }
@@ -252,10 +313,13 @@ struct Gates : Convolver<V> {
   }
 
   template <bool kUpper>
-  __device__ void products(Stage<V>& to, bool strong) const {
+  __device__ void products(Stage<V>& to, Loss loss) const {
     const int j = mixture();
     float near[4] = {};
-    if (strong) {
+    const bool strong = loss == kMost;
+    if (loss == kLittle) {
+      decay_keys_by_halves<kUpper>(to, near);
+    } else if (strong) {
       strong_products(to);
       __syncwarp();
       decay_keys<kUpper, true>(to, near);
@@ -263,14 +327,16 @@ struct Gates : Convolver<V> {
       decay_keys<kUpper, false>(to, near);
     }
     publish_to_copy_engine();
-    if constexpr (kUpper) arrive(kHanded + j, 64);
-    if (!strong) put_near(to, near);
-    if constexpr (!kUpper) {
+    if constexpr (kUpper) {
+      arrive(kHanded + j, 64);
+    } else {
       const float2 lower = load_pair(&shared.kept[0][j][lane * 2]);
       const float2 upper = load_pair(&shared.kept[1][j][lane * 2]);
       *reinterpret_cast<float2*>(&to.decay[j][lane * 2]) = {lower.x * upper.x, lower.y * upper.y};
-      put_far(to);
     }
+    warp_arrive(&shared.plain_empty);
+    if (!strong) put_near(to, near);
+    if constexpr (!kUpper) put_far(to);
   }
 
   // By the lower warp: the mixture's L are needed no more.
@@ -291,30 +357,27 @@ struct Gates : Convolver<V> {
   }
   __device__ void run() const {
     const int chunks = place.chunks();
-    const int64_t gate = place.mixed(mixture(), lane * 2);
-    const float2 shift{kLog2E * op.dt_bias[gate], kLog2E * op.dt_bias[gate + 1]};
-    const float a = op.decay_a[place.head * kMixtures + mixture()];
     if (!upper()) bring_next(0);
     Base::start();
 #pragma unroll 1
     for (int n = 0; n < chunks; ++n) {
       Stage<V>& to = shared.stage[n % V::kStages];
       anew().make_keys(n);
+      const Gate gate = anew().gate();
       anew().make_values(n);
       warp_arrive(&shared.plain_full);
-      const bool strong = anew().decays(n, a, shift);
+      const Loss loss = anew().decays(n, gate);
       meet(kPaired + mixture(), 64);
       sleep_for(&shared.plain_full, n);
       Base::bring(n + 1);
       await_stage(shared, n);
       if (upper()) {
-        anew().template products<true>(to, strong);
+        anew().template products<true>(to, loss);
       } else {
-        anew().template products<false>(to, strong);
-        bring_next(n + 1);
+        anew().template products<false>(to, loss);
       }
-      warp_arrive(&shared.plain_empty);
       warp_arrive(&shared.full[n % V::kStages]);
+      if (!upper()) bring_next(n + 1);
     }
   }
 };

@@ -14,7 +14,7 @@ template <class V>
 constexpr Registers registers() {
   if (V::kValues == 16) return V::kGated ? Registers{96, 128, 96, 80} : Registers{96, 128, 72, 104};
   if (V::kValues == 32) return V::kGated ? Registers{88, 96, 72, 64} : Registers{96, 96, 72, 96};
-  return V::kGated ? Registers{112, 96, 40, 48} : Registers{112, 88, 48, 72};
+  return V::kGated ? Registers{112, 104, 40, 48} : Registers{112, 88, 48, 72};
 }
 
 template <int kStart, int kRegisters>

@@ -18,6 +18,9 @@ struct Convolver {
   Shared<V>& shared;
   int warp = int(threadIdx.x) / 32 - V::kFirstConvolver, lane = int(threadIdx.x) % 32;
 
+  // The warp that has the least to do brings what is raw.
+  static constexpr int kBringer = V::kGated ? V::kConvolvers - 1 : 0;
+
   __device__ static void meet_convolvers() { meet(kConvolved, kThreads); }
 
   // Taps of all channels of the block, by all its threads.
@@ -37,7 +40,7 @@ struct Convolver {
   // behind the row's end.
   __device__ void bring(int n) const {
     if (n >= place.chunks()) return;
-    if (threadIdx.x == 32 * V::kFirstConvolver) {
+    if (threadIdx.x == 32 * (V::kFirstConvolver + kBringer)) {
 #pragma unroll
       for (int of = 0; of < 3; ++of) {
         const uint32_t full = shared_address(&shared.raw_full[of]);
@@ -68,7 +71,10 @@ struct Convolver {
   template <int kRun>
   using Run = float4[kRun + kWidth - 1];
 
-  __device__ static float silu(float x) { return x * fast_sigmoid(x); }
+  __device__ static float silu(float x) {
+    const float half = 0.5f * x;
+    return fmaf(half, tanh_fast(half), half);
+  }
   // silu(conv(x)) of kRun tokens from the kRun + 3 at `raw` on, in place of the first of x; zeros
   // from token `count` on.
   template <int kRun>

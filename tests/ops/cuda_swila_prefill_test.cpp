@@ -80,6 +80,17 @@ TEST_F(CudaSwilaPrefill, StrongGatesStayFiniteAndRight) {
   }
 }
 
+// Halves of chunks are made by halves, by tf32 or level by level, by how much their channels lose,
+// and two of different strength meet: what one of them leaves to the other in another form shows.
+TEST_F(CudaSwilaPrefill, GatesOfEveryStrength) {
+  for (const float scale : {0.02f, 0.1f, 0.3f, 0.5f, 1.0f, 2.0f, 6.0f}) {
+    for (const bool temporal : {false, true}) {
+      check({.heads = 2, .temporal = temporal, .gated = true, .value_scale = 1,
+             .decay_scale = scale});
+    }
+  }
+}
+
 // Long memories: what is wrong in a state shows in all that follows.
 TEST_F(CudaSwilaPrefill, LongRows) {
   for (SwilaCase c : variants()) {
