@@ -27,7 +27,8 @@ template <class V>
 struct Gates : Convolver<V> {
   static constexpr int kHalf = kTokens / 2, kKeyRun = 2;
   static constexpr int kSteps = kDim / 16;  // of 16 channels, of which a lane has 4
-  static constexpr int kUnrolled = 2;
+  // Where values are few, what is prepared sets the pace, and less code is faster.
+  static constexpr int kUnrolled = V::kValues == kDim ? 2 : 1;
   using Base = Convolver<V>;
   using Base::op, Base::maps, Base::place, Base::shared, Base::warp, Base::lane;
   template <int kRun>
