@@ -27,8 +27,7 @@ using namespace channel;
 // instructions, 1,900 cycles if four are issued in each, take 1 us of it, and L2 alone 3.5 us.
 constexpr int kDim = 128;
 constexpr int kWarps = 16, kThreads = 32 * kWarps, kRows = kDim / kWarps, kResident = 2;
-constexpr int kManyHeads = 1025;   // from so many on the state passes through shared memory,
-constexpr int kManyShared = 1024;  // or from so many of a cluster's blocks
+constexpr int kManyHeads = 1024;         // from so many on the state passes through shared memory
 constexpr int kPieces = 4;               // of a state, each of four warps' rows
 constexpr int kBringer = kThreads - 32;  // the thread that asks for them
 
@@ -402,15 +401,13 @@ void start(const DeltaMix& op, Context& context) {
          kLanded ? context.multiprocessors * 7 / 8 : context.multiprocessors);
 }
 
-bool in_clusters(const DeltaMix& op, const Context& context) {
-  const int group = op.value_heads / op.key_heads;
-  return context.compute >= 90 && (group == 2 || group == 4 || group == 8);
-}
-
 template <bool kLanded>
 void start(const DeltaMix& op, Context& context) {
-  in_clusters(op, context) ? start<kLanded, Sharing::Cluster>(op, context)
-                           : start<kLanded, Sharing::Turns>(op, context);
+  const int group = op.value_heads / op.key_heads;
+  if (context.compute >= 90 && (group == 2 || group == 4 || group == 8)) {
+    return start<kLanded, Sharing::Cluster>(op, context);
+  }
+  start<kLanded, Sharing::Turns>(op, context);
 }
 
 bool fours(const float* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
@@ -425,8 +422,7 @@ bool holds(const DeltaMix& op, const Context& context) {
 }
 
 void run_held(const DeltaMix& op, Context& context) {
-  const int many = in_clusters(op, context) ? kManyShared : kManyHeads;
-  if (op.rows.count * op.value_heads < many) return start<false>(op, context);
+  if (op.rows.count * op.value_heads < kManyHeads) return start<false>(op, context);
   start<true>(op, context);
 }
 
