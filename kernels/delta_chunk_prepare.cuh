@@ -49,10 +49,9 @@ __device__ inline float tanh_fast(float x) {
 }
 // 1 / (1 + exp(-x)) within 2.5e-4, half of a half's rounding: one instruction for the exponential.
 __device__ inline float fast_sigmoid(float x) { return 0.5f + 0.5f * tanh_fast(0.5f * x); }
-__device__ inline float fast_silu(float x) {
-  const float half_x = 0.5f * x;
-  return half_x + half_x * tanh_fast(half_x);
-}
+// x times that, of x / 2.
+__device__ inline float silu_of_half(float half_x) { return half_x + half_x * tanh_fast(half_x); }
+__device__ inline float fast_silu(float x) { return silu_of_half(0.5f * x); }
 
 // 1 / sqrt(x) of a normal number.
 __device__ inline float rsqrt_fast(float x) {
@@ -62,11 +61,12 @@ __device__ inline float rsqrt_fast(float x) {
 }
 
 // The activations of queries and keys that the chunk kernels know, on x[0] .. x[kCount - 1].
-template <int kCount>
+// kHalved: what goes through a SiLU is half of its argument.
+template <int kCount, bool kHalved>
 __device__ inline void activate(Activation activation, float4* x) {
   if (activation == Activation::Silu) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = each(x[i], fast_silu);
+    for (int i = 0; i < kCount; ++i) x[i] = each(x[i], kHalved ? silu_of_half : fast_silu);
   } else if (activation != Activation::None) {
     const float rest = activation == Activation::Relu ? 0.0f : 1.0f;  // elu(x) + 1
 #pragma unroll
@@ -78,10 +78,10 @@ __device__ inline void activate(Activation activation, float4* x) {
   }
 }
 
-// log2(exp(softplus(x))) = max(y, 0) + log2(1 + 2^-|y|), y = x log2(e). The logarithm is its series
-// where 1 + e would lose e. All of it is computed, as the compiler would branch.
-__device__ inline float log2_softplus(float x) {
-  const float y = kLog2E * x, e = exp2_fast(-fabsf(y));
+// log2(exp(softplus(x))) = max(y, 0) + log2(1 + 2^-|y|), of y = x log2(e). The logarithm is its
+// series where 1 + e would lose e. All of it is computed, as the compiler would branch.
+__device__ inline float log2_softplus(float y) {
+  const float e = exp2_fast(-fabsf(y));
   float series = e * (kLog2E - 0.5f * kLog2E * e), log;
   asm volatile("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(1.0f + e));
   asm volatile("" : "+f"(series));
@@ -250,6 +250,7 @@ struct Workshop {
 
 // Raw projections and decays where they are in device memory.
 struct DeviceSource {
+  static constexpr bool kHalved = false;
   const DeltaMix& op;
   const Place& place;
   int first;  // the chunk's first token in the row
@@ -293,7 +294,7 @@ struct Preparer {
       if (!kChannel && valid(t + i) && op.decay == Decay::PerHead) {
         const float a = op.decay_a[place.decay_head], x = logits.decay[i];
         g[i] = op.lower_bound < 0 ? kLog2E * op.lower_bound * fast_sigmoid(a * x)
-                                  : -a * log2_softplus(x);
+                                  : -a * log2_softplus(kLog2E * x);
       }
       shop.beta[t + i] = beta[i];
     }
@@ -363,9 +364,12 @@ struct Preparer {
         g[i] = each(plus(g[i], shift), [&](float x) { return bound * fast_sigmoid(a * x); });
       }
     } else {
+      const float4 moved = scaled(shift, kLog2E);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        g[i] = each(plus(g[i], shift), [&](float x) { return -a * log2_softplus(x); });
+        g[i] = each(plus(scaled(g[i], kLog2E), moved), [&](float y) {
+          return -a * log2_softplus(y);
+        });
       }
     }
   }
@@ -395,7 +399,7 @@ struct Preparer {
       const bool erases = kChannel && which == 1 && op.erase.data != nullptr;
       if (kPass == 4 && erases) load_erased(from, erased);  // early, if there is room
       source.template convolved<kPass>(which, from, run.channel, x);
-      activate<kPass>(op.qk_activation, x);
+      activate<kPass, Source::kHalved>(op.qk_activation, x);
       norm_scales<K>(op.qk_norm, x, scale);
       const PanelRun at(from, run.channel);
 #pragma unroll

@@ -54,6 +54,8 @@ struct Products {
   Shop& shop;
   int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;  // the lane's row and column
 
+  // Not of threadIdx.x, from which one of the kernels would keep addresses in registers.
+  __device__ int lane() const { return 4 * g + p / 2; }
   __device__ Image<K, kChannel>& image() const { return shop.image; }
   __device__ half* p_at(int t, int s) const { return &shop.image.p[panel_at(t, s)]; }
 
@@ -123,7 +125,7 @@ struct Products {
   // (I + A)^-1 of diagonal block b by one warp: each of 16 lanes solves for one column, taking what
   // is known of the solution out of all rows below at once. The others may have another block.
   __device__ void invert(int b, int lanes = 16) const {
-    const int column = threadIdx.x % 16;
+    const int column = kChannel ? lane() % 16 : int(threadIdx.x % 16);
     const float* A = shop.diagonal[b];  // transposed
     float x[kBlock];
 #pragma unroll
@@ -139,7 +141,7 @@ struct Products {
         x[i + 3] -= below.w * x[j];
       }
     }
-    if (int(threadIdx.x) % 32 >= lanes) return;
+    if ((kChannel ? lane() : int(threadIdx.x) % 32) >= lanes) return;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       image().a[pair_at(b, b) + within_pair(i, column)] = __float2half(x[i]);

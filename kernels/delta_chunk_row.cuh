@@ -10,7 +10,7 @@
 //
 // Floor of a chunk, scalar decay: 164 KB that must move, 9,000 cycles of a multiprocessor's share
 // of a copy; 5.2 million products, 2,500 cycles; 24,000 warp instructions, 6,000 cycles. Per
-// channel: 196 KB and 10,700 cycles (Gated DeltaNet-2 260 KB), 41,000 warp instructions.
+// channel: 196 KB and 10,700 cycles; Gated DeltaNet-2 260 KB, 45,000 warp instructions.
 namespace weir::cuda::chunk {
 
 // The warps that prepare: each has eight tokens of a chunk.
@@ -19,7 +19,7 @@ struct RowPreparer : RowPart<kChannel> {
   using Part = RowPart<kChannel>;
   using Part::op, Part::maps, Part::place, Part::shared, Part::value, Part::chunks;
   static constexpr int kPass = kChannel ? 4 : 8;  // tokens at one time
-  static constexpr int kBringer = 7 * 32;    // of the threads; its warp has few products
+  static constexpr int kBringer = 7 * 32;    // of the threads: the one that starts copies
   int warp = threadIdx.x / 32, channel = threadIdx.x % 32 * 4;
 
   __device__ RowPreparer(const Part& part) : Part(part) {}
@@ -43,27 +43,39 @@ struct RowPreparer : RowPart<kChannel> {
     meet_preparers();
   }
   __device__ void await_raw(int which, int n) const {
-    wait_for(&shared.raw_full[which], n);
+    Part::await(&shared.raw_full[which], n);
     if (n == 0) add_past(which);
   }
+  __device__ void copy_4(float* to, const float* from) const {
+    *reinterpret_cast<float4*>(to + channel) = load4(from + channel);
+  }
+  // What no chunk changes.
   __device__ void keep_taps() const {
     if (warp < 3) {
       const Taps taps =
           load_taps(stream(op, place, warp), op.conv_width, (warp == 2 ? value : 0) + channel);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        *reinterpret_cast<float4*>(&shared.taps[warp][j][channel]) = taps.age[j];
+        *reinterpret_cast<float4*>(&shared.taps[warp][j][channel]) =
+            scaled(taps.age[j], Part::whole_of(warp));
+      }
+    }
+    if constexpr (kChannel) {
+      if (warp == 3 && op.value_dim == 128) copy_4(shared.runs.norm_weight, op.norm_weight);
+      if (warp == 4 && op.decay == Decay::PerChannel) {
+        copy_4(shared.runs.shift, op.dt_bias + place.decay_head * 128);
       }
     }
     meet_preparers();
   }
 
-  // Values, convolved, activated and times beta; gates that write come later. The loop of one turn
-  // keeps the compiler from computing addresses ahead that it has no registers for.
+  // Values, convolved, activated and times beta, or halved where they have gates, which come later.
+  // The loop of one turn keeps the compiler from computing addresses ahead that it has no registers
+  // for.
   template <typename Preparer>
   __device__ void values(const Preparer& preparer, int n) const {
     constexpr int kCount = 8;
-    if (n > 0) wait_for(&shared.values_empty, n - 1);
+    if (n > 0) Part::await(&shared.values_empty, n - 1);
     const bool gated = kChannel && op.write.data != nullptr;
 #pragma unroll 1
     for (int from = 8 * warp; from < 8 * warp + 8; from += kCount) {
@@ -71,7 +83,7 @@ struct RowPreparer : RowPart<kChannel> {
       preparer.source.template convolved<kCount>(2, from, channel, x);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        x[i] = scaled(each(x[i], fast_silu), gated ? 1.0f : shared.beta[n % 2][from + i]);
+        x[i] = scaled(each(x[i], silu_of_half), gated ? 0.5f : shared.beta[n % 2][from + i]);
       }
       preparer.drop_others(from, x);
       const PanelRun at(from, channel);
@@ -94,7 +106,7 @@ struct RowPreparer : RowPart<kChannel> {
     keep_taps();
 #pragma unroll 1
     for (int n = 0; n < chunks(); ++n) {
-      Part::forget();
+      Part::recall();
       RowShop<kChannel> shop = Part::shop_of(n);
       if (!kChannel) Part::prefetch_all(n);
       if constexpr (kChannel) {
@@ -109,7 +121,7 @@ struct RowPreparer : RowPart<kChannel> {
   // The next chunk's in place of what all have read.
   __device__ void bring_next(int which, int n) const {
     if (threadIdx.x != kBringer || n + 1 >= chunks()) return;
-    wait_for(&shared.raw_read[which], n);
+    Part::await(&shared.raw_read[which], n);
     Part::bring(which, n + 1);
   }
   template <typename Preparer>
@@ -123,7 +135,7 @@ struct RowPreparer : RowPart<kChannel> {
     }
     bring_next(0, n);
     await_raw(2, n);
-    wait_for(&shared.gates_full[n % 2], n / 2);
+    Part::await(&shared.gates_full[n % 2], n / 2);
     values(preparer, n);
     warp_arrive(&shared.raw_read[2]);
     bring_next(1, n);
@@ -135,13 +147,16 @@ struct RowPreparer : RowPart<kChannel> {
   template <typename Preparer>
   __device__ void chunk_by_channel(int n, const Preparer& preparer) const {
     await_raw(2, n);
-    wait_for(&shared.gates_full[n % 2], n / 2);
+    Part::await(&shared.gates_full[n % 2], n / 2);
     values(preparer, n);
     warp_arrive(&shared.raw_read[2]);
-    if (op.decay == Decay::PerChannel) wait_for(&shared.decays_full, n);
+    if (op.decay == Decay::PerChannel) Part::await(&shared.decays_full, n);
     const RowDecays<Preparer> decays{op, shared, preparer, n};
-    if (threadIdx.x == kBringer) wait_for(&shared.raw_read[2], n);
-    bring(0, n);
+    if (threadIdx.x == kBringer) {
+      Part::await(&shared.raw_read[2], n);
+      Part::bring(0, n);
+      Part::bring_near(2, n + 1);
+    }
     decays.make();
     warp_arrive(&shared.runs.made);
 #pragma unroll 1
@@ -161,7 +176,7 @@ struct RowState : RowPart<kChannel> {
   using Part::op, Part::output, Part::place, Part::shared, Part::value, Part::chunks;
   using Image = chunk::Image<128, kChannel>;
   int warp = threadIdx.x / 32 % kRowWarps, lane = threadIdx.x % 32;
-  static constexpr int kBringer = 7;  // of the warps; its products are few
+  static constexpr int kBringer = 7;  // of the warps: one that starts copies
   int g = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;  // row and column of a fragment
   float S[16][4];  // [value, key]
   using Answers = float[4][4];  // [value, token], of half a chunk
@@ -197,7 +212,9 @@ struct RowState : RowPart<kChannel> {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       half* const v = &shared.v[at[i]];
-      store_halves(v, times(load_halves(v), each(gates[i], fast_sigmoid)));
+      const float4 halved = load_halves(v);  // as the sigmoid is (1 + tanh(x / 2)) / 2
+      const float4 turned = each(gates[i], [](float x) { return tanh_fast(0.5f * x); });
+      store_halves(v, plus(halved, times(halved, turned)));
     }
   }
   // What can be done of a chunk with a decay a channel while the others still prepare it, then its
@@ -218,11 +235,6 @@ struct RowState : RowPart<kChannel> {
     load_values(v);
     if (warp == 0) keep_whole(shared);
     warp_arrive(&shared.values_empty);  // and the decays' logarithms have been read
-    if (warp == kBringer && more) {
-      sleep_for(&shared.raw_read[0], n);
-      if (lane == 0) Part::bring(2, n + 1);
-      __syncwarp();
-    }
     sleep_for(&shared.full[0], n);
     if (warp == kBringer && more && lane == 0) {
       Part::bring_decays(n + 1);
@@ -364,18 +376,27 @@ struct RowState : RowPart<kChannel> {
     }
   }
 
-  // y normalised, times the norm's weights and the activated gates. The sums of squares of two
+  // What the others need of half h of the chunk to normalise it: sums of squares of y. Those of two
   // halves lie apart, so that one meeting is enough.
-  __device__ void norm(int h, float4 (&y)[4], const float4 (&gates)[4]) const {
-    float(&squares)[kRowWarps][32] = shared.squares[h];
+  __device__ void keep_squares(int h, const float4 (&y)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float sum = y[i].x * y[i].x + y[i].y * y[i].y + y[i].z * y[i].z + y[i].w * y[i].w;
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      if (lane % 4 == 0) squares[warp][lane / 4 + 8 * i] = sum;
+      if (lane % 4 == 0) shared.squares[h][warp][lane / 4 + 8 * i] = sum;
     }
-    const float4 weight = load4(op.norm_weight + 16 * warp + lane % 4 * 4);
+  }
+  __device__ const float* norm_weight() const {
+    if constexpr (kChannel) {
+      return shared.runs.norm_weight;
+    } else {
+      return op.norm_weight;  // there is no room for them
+    }
+  }
+  // y times the norm's weights and the activated gates.
+  __device__ void weigh(float4 (&y)[4], const float4 (&gates)[4]) const {
+    const float4 weight = load4(norm_weight() + 16 * warp + lane % 4 * 4);
     const bool silu = op.gate_activation == Activation::Silu;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -384,21 +405,19 @@ struct RowState : RowPart<kChannel> {
       const float4 sigmoid = each(gates[i], fast_sigmoid);
       y[i] = times(y[i], silu ? times(gates[i], sigmoid) : sigmoid);
     }
-    meet(kNormBarrier, 32 * kRowWarps);
+  }
+  // y normalised, after a meeting.
+  __device__ void scale(int h, float4 (&y)[4]) const {
     float sum = 0;  // of token `lane`
 #pragma unroll
-    for (int w = 0; w < kRowWarps; ++w) sum += squares[w][lane];
+    for (int w = 0; w < kRowWarps; ++w) sum += shared.squares[h][w][lane];
     sum = rsqrt_fast(sum / 128 + op.norm_eps);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       y[i] = scaled(y[i], __shfl_sync(0xffffffffu, sum, lane / 4 + 8 * i));
     }
   }
-
-  __device__ void write(int h, int first, const Answers& O, const float4 (&gates)[4]) const {
-    float4 y[4];
-    transpose(O, y);
-    if (normalises()) norm(h, y, gates);
+  __device__ void put(int first, const float4 (&y)[4]) const {
     first += lane / 4;
     const int left = place.count - first;
     if (output.exact) {
@@ -423,13 +442,46 @@ struct RowState : RowPart<kChannel> {
       to += 8 * dim;
     }
   }
+  // Half h of the chunk's answers, from the row's token `first` on.
+  __device__ void write(int h, int first, const Answers& O, const float4 (&gates)[4]) const {
+    float4 y[4];
+    transpose(O, y);
+    if (normalises()) {
+      keep_squares(h, y);
+      weigh(y, gates);
+      meet(kNormBarrier, 32 * kRowWarps);
+      scale(h, y);
+    }
+    put(first, y);
+  }
+  // All of them; gates: the first half's.
+  __device__ void write_all(int first, const Answers (&O)[2], float4 (&gates)[4]) const {
+    float4 y[2][4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      transpose(O[h], y[h]);
+      if (normalises()) keep_squares(h, y[h]);
+    }
+    if (normalises()) {
+      weigh(y[0], gates);
+      load_gates(first + 32, gates);
+      meet(kNormBarrier, 32 * kRowWarps);
+      scale(0, y[0]);
+    }
+    put(first, y[0]);
+    if (normalises()) {
+      weigh(y[1], gates);
+      scale(1, y[1]);
+    }
+    put(first + 32, y[1]);
+  }
 
   __device__ void run(float* state) {
     if (warp == 0) gates(0);
     load(state);
 #pragma unroll 1
     for (int n = 0; n < chunks(); ++n) {
-      Part::forget();
+      Part::recall();
       if (warp == 0 && n + 1 < chunks()) gates(n + 1);
       const Image& in = shared.stage[Part::stage_of(n)].image;
       Values v;
@@ -443,6 +495,7 @@ struct RowState : RowPart<kChannel> {
         publish_to_copy_engine();  // to the tensor cores, which read it likewise
         meet(kNormBarrier, 32 * kRowWarps);
       }
+      Part::recall();
       uint32_t U[4][4];
       float4 gates[4];
       solve(in, v, U);
@@ -465,11 +518,11 @@ struct RowState : RowPart<kChannel> {
       }
       advance_by<128, kRowWarps>(S, kChannel ? in.end : in.k, U);
       warp_arrive(&shared.empty[Part::stage_of(n)]);
-      if (kChannel) {
-        write(0, n * kTokens, O[0], gates);
-        load_gates(n * kTokens + 32, gates);
+      if constexpr (kChannel) {
+        write_all(n * kTokens, O, gates);
+      } else {
+        write(1, n * kTokens + 32, O[0], gates);
       }
-      write(1, n * kTokens + 32, O[kChannel], gates);
     }
     store(state);
   }
@@ -485,10 +538,11 @@ __global__ __launch_bounds__(kRowThreads, 1) void delta_row_kernel(
   if (threadIdx.x == 0) shared.init();
   let_successor_start();
   const int row = long_row(op.rows, blockIdx.y, kStepTokensMost);
+  const int head = int(blockIdx.x) / slices, value = int(blockIdx.x) % slices * 128;
+  if (threadIdx.x == 0 && row >= 0) shared.keep_place(place_of(op, row, head), value);
   wait_for_predecessor();
   __syncthreads();
   if (row < 0 || chunks_of(op.rows, row) == 0) return;
-  const int head = int(blockIdx.x) / slices, value = int(blockIdx.x) % slices * 128;
   // Both kinds find their place themselves: what they shared would take registers from one of them.
   if (threadIdx.x < kPreparers) {
     give_up_registers<kRowPreparerRegisters>();

@@ -66,7 +66,7 @@ struct RowDecays {
     float4 shift;
     if (op.decay == Decay::PerChannel) {
       preparer.source.template decays<kRun>(from, channel, g);
-      shift = load4(op.dt_bias + int64_t(head) * 128 + channel);
+      shift = load4(&shared.runs.shift[channel]);
     } else {
 #pragma unroll
       for (int i = 0; i < kRun; ++i) {
@@ -137,7 +137,7 @@ struct RowDecays {
     float scale[kRun];
     const float whole = which == 0 ? 0.08838834764831845f : 1.0f;  // 1 / sqrt(128)
     preparer.source.template convolved<kRun>(which, kRun * warp, channel, x);
-    activate<kRun>(op.qk_activation, x);
+    activate<kRun, true>(op.qk_activation, x);
     norm_scales<128>(op.qk_norm, x, scale);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) x[i] = scaled(x[i], scale[i] * whole);
@@ -253,12 +253,20 @@ struct RowDecays {
     }
     since = packed(d[kHalf - 1]);
   }
+  // The next chunk's raw values, to where queries were: the slowest have taken theirs by now.
+  __device__ void bring_values() const {
+    const auto& source = preparer.source;
+    if (thread != kPreparers - 32 || n + 1 >= source.chunks()) return;
+    sleep_for(&shared.raw_read[0], n);
+    source.bring(2, n + 1);
+  }
   __device__ void keys_and_queries() const {
     uint2 since = kOnes;
 #pragma unroll 1
     for (int from = kRun * warp; from < kRun * warp + kRun; from += kHalf) {
       float sum[16];
       half_run(from, since, sum);
+      if (from % kRun != 0) bring_values();
       keep_pairs(from, sum);
     }
     __syncwarp();
@@ -320,6 +328,14 @@ struct RowDecays {
     keep_asked(t, s, sum[2], sum[3]);
   }
 
+  struct Step {  // operands of 16 channels
+    uint32_t k[4], q[4], s[4];
+  };
+  __device__ static void load_step(Step& step, uint32_t left, uint32_t right, uint32_t queries) {
+    load_matrices(step.k, left);
+    load_matrices(step.q, left + queries);
+    load_matrices(step.s, right);
+  }
   // Block (b, c), c < b.
   template <typename Products>
   __device__ void block(const Products& products, int b, int c) const {
@@ -333,12 +349,15 @@ struct RowDecays {
     const half* factors = &shared.runs.factors[0][lane % 4 * 4];
 #pragma unroll 1
     for (int panel = 0; panel < 2; ++panel) {
+      Step steps[2];
+      load_step(steps[0], of_left + left.piece, of_right + right.piece, kQueries);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // 16 channels
-        uint32_t k[4], q[4], s[4];
-        load_matrices(k, of_left + (left.piece ^ 32 * i));
-        load_matrices(q, of_left + (left.piece ^ 32 * i) + kQueries);
-        load_matrices(s, of_right + (right.piece ^ 32 * i));
+        auto& [k, q, s] = steps[i % 2];
+        if (i < 3) {
+          load_step(steps[(i + 1) % 2], of_left + (left.piece ^ 32 * (i + 1)),
+                    of_right + (right.piece ^ 32 * (i + 1)), kQueries);
+        }
         const auto factor = [&](int row) {
           return *reinterpret_cast<const uint2*>(factors + row * 128 + 16 * i);
         };

@@ -9,6 +9,7 @@ constexpr int kRowThreads = 2 * 32 * kRowWarps;
 // All begin with 128 registers.
 constexpr int kRowPreparerRegisters = 96, kRowStateRegisters = 256 - kRowPreparerRegisters;
 constexpr int kNormBarrier = 2;
+constexpr int kRecalled = 6;
 
 // Runs of eight tokens, a warp each, where channels decay.
 constexpr int kFactors = 13;
@@ -17,6 +18,7 @@ struct RowRuns {};
 template <>
 struct RowRuns<true> {
   alignas(16) float logs[kRowWarps][128];   // the sum of a run's log decays, in powers of two
+  alignas(16) float norm_weight[128], shift[128];  // the latter of the decays' logits
   alignas(16) half factors[kFactors][128];  // see RowDecays::keep_factors()
   // What decays between the chunk's start and a run, and between that and its end.
   alignas(16) half since[kRowWarps][128], until[kRowWarps][128];
@@ -47,6 +49,7 @@ struct RowShared {
   alignas(128) float logs[kStages][kChannel ? kTokens * 128 : kTokens];
   RowRuns<kChannel> runs;
   float beta[2][kTokens];
+  int place[kRecalled];                              // see RowPart::recall()
   uint64_t raw_full[3], raw_read[3], decays_full;    // barriers
   uint64_t full[kStages], empty[kStages], values_empty, gates_full[2];
 
@@ -65,6 +68,11 @@ struct RowShared {
       for (uint64_t& one : runs.gates_full) barrier_init(shared_address(&one), 1);
     }
     barrier_init_done();
+  }
+  __device__ void keep_place(const Place& at, int value) {
+    const int kept[] = {at.key_head, at.value_head, at.decay_head, at.begin, at.count, value};
+#pragma unroll
+    for (int i = 0; i < kRecalled; ++i) place[i] = kept[i];
   }
   __device__ float* raw_of(int which) { return kChannel ? raw[which % 2] : raw[which]; }
 };
@@ -114,12 +122,25 @@ struct RowPart {
   __device__ int first_of(int which) const {
     return which < 2 ? place.key_head * 128 : place.value_head * op.value_dim + value;
   }
+  // Taps are kept halved where a SiLU follows, which is made of half of its argument.
+  __device__ float whole_of(int which) const {
+    return which == 2 || op.qk_activation == Activation::Silu ? 0.5f : 1.0f;
+  }
   __device__ int chunks() const { return (place.count + kTokens - 1) / kTokens; }
   __device__ int stage_of(int n) const { return n % RowShared<kChannel>::kStages; }
   __device__ int turn_of(int n) const { return n / RowShared<kChannel>::kStages; }
+  // Until a phase is complete, without taking time from the others where channels decay. Elsewhere
+  // that is no faster.
+  __device__ static void await(const uint64_t* barrier, int phase) {
+    if constexpr (kChannel) {
+      sleep_for(barrier, phase);
+    } else {
+      wait_for(barrier, phase);
+    }
+  }
   // Until the state needs no more of what lay where chunk n will.
   __device__ void await_stage(int n) const {
-    if (turn_of(n) > 0) wait_for(&shared.empty[stage_of(n)], turn_of(n) - 1);
+    if (turn_of(n) > 0) await(&shared.empty[stage_of(n)], turn_of(n) - 1);
   }
   __device__ RowShop<kChannel> shop_of(int n) const {
     return {shared.stage[stage_of(n)].image, shared.diagonal, shared.logs[stage_of(n)],
@@ -144,6 +165,13 @@ struct RowPart {
              place.begin + n * kTokens, full, kReadOnce);
 #endif
   }
+  // To the L2 cache: raw projections that are asked for not long before they are needed.
+  __device__ void bring_near(int which, int n) const {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if (n >= chunks()) return;
+    prefetch_box(maps.map[which], first_of(which), place.begin + n * kTokens - 3);
+#endif
+  }
   // By all warps of a kind: what is read where it is, on its way to the L2 cache, 128 numbers of
   // each of a chunk's tokens.
   __device__ void prefetch(const Acts& acts, int64_t column, int n) const {
@@ -155,16 +183,19 @@ struct RowPart {
     const int64_t values = int64_t(place.value_head) * op.value_dim + value;
     if (op.value_dim == 128) prefetch(op.gate, values, n);
     if constexpr (kChannel) {
-      prefetch(op.erase, int64_t(place.key_head) * 128, n + 1);
       prefetch(op.write, values, n + 1);
     }
   }
 
-  // What follows from these is computed again from here on: the compiler would keep it, all the
-  // addresses of a chunk, in registers that it does not have.
-  __device__ void forget() {
-    for (int* x : {&place.key_head, &place.value_head, &place.decay_head, &place.begin, &value}) {
-      asm volatile("" : "+r"(*x));
+  // Where the block is, once more: the compiler would keep it, and all addresses of a chunk, in
+  // registers that it does not have.
+  __device__ void recall() {
+    const uint32_t from = shared_address(shared.place);
+    int* const to[] = {&place.key_head, &place.value_head, &place.decay_head,
+                       &place.begin,    &place.count,      &value};
+#pragma unroll
+    for (int i = 0; i < kRecalled; ++i) {
+      asm volatile("ld.shared.s32 %0, [%1];" : "=r"(*to[i]) : "r"(from + 4 * i) : "memory");
     }
   }
 };
@@ -172,6 +203,7 @@ struct RowPart {
 // Raw projections, decays and gates in shared memory.
 template <bool kChannel>
 struct SharedSource : RowPart<kChannel> {
+  static constexpr bool kHalved = true;
   // Logits of the gates that erase, of four tokens (half 0 or 1 of the warp's in chunk n), by and
   // for each warp alone, asked for when it has taken those before. What lies behind the row's end
   // is some other row's, or zero.
@@ -191,7 +223,7 @@ struct SharedSource : RowPart<kChannel> {
   __device__ void take_gates(int n, int half, float4 (&x)[4]) const {
     const int thread = thread_again();
     auto& runs = this->shared.runs;
-    wait_for(&runs.gates_full[thread / 32], 2 * n + half);
+    sleep_for(&runs.gates_full[thread / 32], 2 * n + half);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = load4(&runs.gates[thread / 32][i][thread % 32 * 4]);
   }
@@ -207,7 +239,9 @@ struct SharedSource : RowPart<kChannel> {
     const float* const bias = which == 0   ? this->op.conv_q_bias
                               : which == 1 ? this->op.conv_k_bias
                                            : this->op.conv_v_bias;
-    if (bias != nullptr) taps.bias = load4(bias + this->first_of(which) + channel);
+    if (bias != nullptr) {
+      taps.bias = scaled(load4(bias + this->first_of(which) + channel), this->whole_of(which));
+    }
     apply_taps<kCount>(taps, x);
   }
   template <int kCount>

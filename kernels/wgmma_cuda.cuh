@@ -33,6 +33,11 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column,
       : "memory");
 }
 // Asks for a box to be brought to the L2 cache.
+__device__ inline void prefetch_box(const CUtensorMap& map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map),
+               "r"(column), "r"(row)
+               : "memory");
+}
 __device__ inline void prefetch_box(const CUtensorMap& map, int column, int row, int plane) {
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map),
                "r"(column), "r"(row), "r"(plane)

@@ -1,5 +1,7 @@
 // The chunk kernels of the delta family, which take the rows of many tokens, against the plain CPU
 // op, which walks the tokens one after the other.
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <tuple>
 
@@ -255,6 +257,49 @@ TEST_F(CudaPrefill, StrongDecaysStayFiniteAndRight) {
           {4096, 1, 40});
   }
 }
+
+// Chunks reach behind their row's end and before its beginning, where other rows' numbers lie,
+// which may be none: every other row's are not, and those between answer the same to the bit.
+class CudaPrefillApart : public CudaPrefill, public testing::WithParamInterface<int> {};
+TEST_P(CudaPrefillApart, OtherRowsMayHoldNoNumbers) {
+  DeltaCase c = kinds()[size_t(GetParam())];
+  c.key_heads = c.value_heads = c.decay_heads = 1;
+  std::vector<int32_t> lengths;
+  for (int32_t i = 0; i < 70; ++i) lengths.push_back(60 + i);
+  const Steps steps = rows_of(lengths);
+  const int32_t tokens = steps.tokens();
+  Side side(cuda(), 3);
+  const Program program = delta_program(side, c, steps);
+  const DeltaMix& op = std::get<DeltaMix>(program[0]);
+  const auto slots = size_t(steps.slots() * op.state.stride), out = size_t(tokens * op.out.stride);
+  const std::vector<float> before = side.read(op.state.data, slots);
+  side.backend().run(program);
+  const std::vector<float> states = side.read(op.state.data, slots);
+  const std::vector<float> answers = side.read(op.out.data, out);
+
+  for (const Acts& acts : {op.q, op.k, op.v, op.decay_in, op.erase, op.write, op.beta, op.gate}) {
+    if (acts.data == nullptr) continue;
+    std::vector<float> x = side.read(acts.data, size_t(tokens * acts.stride));
+    for (size_t row = 1; row < lengths.size(); row += 2) {
+      std::fill(x.begin() + steps.begin[row] * acts.stride,
+                x.begin() + steps.begin[row + 1] * acts.stride, std::nanf(""));
+    }
+    side.backend().upload(acts.data, x.data(), x.size() * sizeof(float));
+  }
+  side.backend().upload(op.state.data, before.data(), slots * sizeof(float));
+  side.backend().run(program);
+  const std::vector<float> then = side.read(op.state.data, slots);
+  const std::vector<float> again = side.read(op.out.data, out);
+  for (size_t row = 0; row < lengths.size(); row += 2) {
+    const auto first = size_t(steps.begin[row] * op.out.stride);
+    const auto slot = size_t(steps.slot[row] * op.state.stride);
+    const size_t answered = size_t(lengths[row] * op.out.stride) * sizeof(float);
+    const size_t kept = size_t(op.state.stride) * sizeof(float);
+    EXPECT_EQ(0, std::memcmp(&answers[first], &again[first], answered)) << "row " << row;
+    EXPECT_EQ(0, std::memcmp(&states[slot], &then[slot], kept)) << "state of row " << row;
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Kinds, CudaPrefillApart, testing::Range(0, 7));
 
 // Long memories: what is wrong in a state shows in all that follows.
 TEST_F(CudaPrefill, LongRowsOfMany) {
