@@ -47,7 +47,9 @@ __device__ inline float tanh_fast(float x) {
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// 1 / (1 + exp(-x)) within 2.5e-4, half of a half's rounding: one instruction for the exponential.
+// 1 / (1 + exp(-x)), one instruction for the exponential. By the PTX ISA within 2.5e-4, however
+// small it is; measured on an H200 within 4e-6, of itself 1.4e-4 from x = -7 on and 1 % from -11
+// on, so that decays and what erases may be made of it (SlowDecaysAndWeakErasure).
 __device__ inline float fast_sigmoid(float x) { return 0.5f + 0.5f * tanh_fast(0.5f * x); }
 // x times that, of x / 2.
 __device__ inline float silu_of_half(float half_x) { return half_x + half_x * tanh_fast(half_x); }

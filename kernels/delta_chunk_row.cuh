@@ -17,7 +17,7 @@ namespace weir::cuda::chunk {
 template <bool kChannel>
 struct RowPreparer : RowPart<kChannel> {
   using Part = RowPart<kChannel>;
-  using Part::op, Part::maps, Part::place, Part::shared, Part::value, Part::chunks;
+  using Part::op, Part::place, Part::shared, Part::value, Part::chunks;
   static constexpr int kPass = kChannel ? 4 : 8;  // tokens at one time
   static constexpr int kBringer = 7 * 32;    // of the threads: the one that starts copies
   int warp = threadIdx.x / 32, channel = threadIdx.x % 32 * 4;
@@ -142,8 +142,8 @@ struct RowPreparer : RowPart<kChannel> {
     bring_next(2, n);
   }
 
-  // Values and queries share a place for what is raw. What follows in other places is asked for by
-  // RowState::bring().
+  // Values and queries share a place for what is raw: RowDecays::bring_values() asks for those.
+  // What follows in other places is asked for by finish_chunk().
   template <typename Preparer>
   __device__ void chunk_by_channel(int n, const Preparer& preparer) const {
     await_raw(2, n);

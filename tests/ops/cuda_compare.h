@@ -38,9 +38,11 @@ class Side {
     return data;
   }
   float* floats(size_t count, float scale = 1) { return put(normal(count, scale)); }
-  Acts acts(int64_t tokens, int64_t dim, float scale = 1) {
+  Acts acts(int64_t tokens, int64_t dim, float scale = 1, float mean = 0) {
     const int64_t stride = (dim + 15) / 16 * 16 + 16;
-    return {floats(size_t(tokens * stride), scale), stride};
+    std::vector<float> values = normal(size_t(tokens * stride), scale);
+    for (float& value : values) value += mean;
+    return {put(values), stride};
   }
   // A matrix [rows, cols], each entry about 1 / sqrt(cols).
   Matrix matrix(int32_t rows, int32_t cols, DType dtype) {

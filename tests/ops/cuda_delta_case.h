@@ -10,6 +10,7 @@ struct DeltaCase {
   Decay decay = Decay::PerHead;
   int32_t decay_heads = 2;
   float lower_bound = 0, dt_shift = 0;
+  float beta_shift = 0;  // of the logits of beta, erase and write: small ones change little
   bool beta = true, erase = false, gate = true, conv_bias = false;
   Activation qk_activation = Activation::Silu, gate_activation = Activation::Silu;
   QkNorm qk_norm = QkNorm::L2;
@@ -51,10 +52,10 @@ inline Program delta_program(Side& side, const DeltaCase& c, const Steps& steps)
     op.dt_bias = side.put(dt_bias);
   }
   if (c.erase) {
-    op.erase = side.acts(T, keys);
-    op.write = side.acts(T, values);
+    op.erase = side.acts(T, keys, 1, c.beta_shift);
+    op.write = side.acts(T, values, 1, c.beta_shift);
   } else if (c.beta) {
-    op.beta = side.acts(T, c.value_heads);
+    op.beta = side.acts(T, c.value_heads, 1, c.beta_shift);
   }
   if (c.gate) op.gate = side.acts(T, values);
   if (c.answer_add) op.answer_add = side.acts(T, values);

@@ -81,6 +81,7 @@ TEST_P(CudaPrefillLengths, EveryLength) {
   DeltaCase c = kinds()[size_t(GetParam())];
   c.key_heads = c.value_heads = c.decay_heads = 1;
   check(c, lengths);
+  check(c, lengths, true);
 }
 INSTANTIATE_TEST_SUITE_P(Kinds, CudaPrefillLengths, testing::Range(0, 7));
 
@@ -244,9 +245,12 @@ INSTANTIATE_TEST_SUITE_P(Many, CudaPrefillRounded,
                          testing::Combine(testing::Bool(), testing::Bool()));
 
 TEST_F(CudaPrefill, SharedKeyHeadsAndDecays) {
-  check({.name = "2 key heads, 6 value heads", .key_heads = 2, .value_heads = 6, .decay_heads = 6});
-  check({.name = "GDN-2, 2 and 4 heads", .key_heads = 2, .value_heads = 4,
-         .decay = Decay::PerChannel, .decay_heads = 2, .erase = true});
+  for (const auto& lengths : {kMixed, many_rows()}) {
+    check({.name = "2 key heads, 6 value heads", .key_heads = 2, .value_heads = 6,
+           .decay_heads = 6}, lengths);
+    check({.name = "GDN-2, 2 and 4 heads", .key_heads = 2, .value_heads = 4,
+           .decay = Decay::PerChannel, .decay_heads = 2, .erase = true}, lengths);
+  }
 }
 
 // exp(-L) would be exp(20,480) here, and exp(320) inside one chunk.
@@ -255,18 +259,24 @@ TEST_F(CudaPrefill, StrongDecaysStayFiniteAndRight) {
     check({.name = "-5 a token", .key_heads = 1, .value_heads = 1, .key_dim = 64, .value_dim = 64,
            .decay = decay, .decay_heads = 1, .lower_bound = -5, .dt_shift = 100},
           {4096, 1, 40});
+    std::vector<int32_t> many = many_rows();
+    many.insert(many.begin(), 4096);
+    check({.name = "-5 a token, many rows", .key_heads = 1, .value_heads = 1, .decay = decay,
+           .decay_heads = 1, .lower_bound = -5, .dt_shift = 100}, many);
   }
 }
 
 // Chunks reach behind their row's end and before its beginning, where other rows' numbers lie,
 // which may be none: every other row's are not, and those between answer the same to the bit.
-class CudaPrefillApart : public CudaPrefill, public testing::WithParamInterface<int> {};
+class CudaPrefillApart : public CudaPrefill,
+                         public testing::WithParamInterface<std::tuple<bool, int>> {};
 TEST_P(CudaPrefillApart, OtherRowsMayHoldNoNumbers) {
-  DeltaCase c = kinds()[size_t(GetParam())];
+  const auto [known, kind] = GetParam();  // known rows are taken whole
+  DeltaCase c = kinds()[size_t(kind)];
   c.key_heads = c.value_heads = c.decay_heads = 1;
   std::vector<int32_t> lengths;
   for (int32_t i = 0; i < 70; ++i) lengths.push_back(60 + i);
-  const Steps steps = rows_of(lengths);
+  const Steps steps = rows_of(lengths, known);
   const int32_t tokens = steps.tokens();
   Side side(cuda(), 3);
   const Program program = delta_program(side, c, steps);
@@ -295,11 +305,33 @@ TEST_P(CudaPrefillApart, OtherRowsMayHoldNoNumbers) {
     const auto slot = size_t(steps.slot[row] * op.state.stride);
     const size_t answered = size_t(lengths[row] * op.out.stride) * sizeof(float);
     const size_t kept = size_t(op.state.stride) * sizeof(float);
+    EXPECT_TRUE(std::isfinite(answers[first])) << "row " << row;
     EXPECT_EQ(0, std::memcmp(&answers[first], &again[first], answered)) << "row " << row;
     EXPECT_EQ(0, std::memcmp(&states[slot], &then[slot], kept)) << "state of row " << row;
   }
 }
-INSTANTIATE_TEST_SUITE_P(Kinds, CudaPrefillApart, testing::Range(0, 7));
+INSTANTIATE_TEST_SUITE_P(Kinds, CudaPrefillApart,
+                         testing::Combine(testing::Bool(), testing::Range(0, 7)));
+
+// States that lose a thousandth a token by their decays or by what erases: a sigmoid that is wrong
+// by much of what is small forgets at another rate than decode goes on with.
+TEST_F(CudaPrefill, SlowDecaysAndWeakErasure) {
+  for (const DeltaCase& c : {
+           DeltaCase{.name = "GDN, bounded, slow", .lower_bound = -5, .dt_shift = -9},
+           DeltaCase{.name = "KDA, bounded, slow", .decay = Decay::PerChannel, .lower_bound = -5,
+                     .dt_shift = -9},
+           DeltaCase{.name = "DeltaNet, weak", .decay = Decay::None, .beta_shift = -7},
+           DeltaCase{.name = "KDA, weak", .decay = Decay::PerChannel, .dt_shift = -9,
+                     .beta_shift = -7},
+           DeltaCase{.name = "GDN-2, weak", .decay = Decay::PerChannel, .dt_shift = -9,
+                     .beta_shift = -7, .erase = true},
+       }) {
+    std::vector<int32_t> many = many_rows();
+    many.insert(many.begin(), {1500, 300});
+    check(c, {2048, 1000});
+    check(c, many);
+  }
+}
 
 // Long memories: what is wrong in a state shows in all that follows.
 TEST_F(CudaPrefill, LongRowsOfMany) {

@@ -9,13 +9,18 @@ struct SwilaCase {
   bool temporal = false, gated = false;
   float value_scale = 3;  // large ones have mixtures switch at once
   float router_scale = 2, mix_scale = 1;  // of the logits
+  float query_shift = 0;  // of what mixes answers: small ones change their distribution slowly
+  float beta_shift = 0;   // small ones write weakly
   float dt_shift = 0;     // of the gates: small ones remember
   float decay_scale = 0;  // every exp(A_log), if not random
 
   std::string name() const {
     return std::to_string(mixtures) + " of " + std::to_string(dim) + ", width " +
            std::to_string(conv) + (gated ? ", gated" : "") + (temporal ? ", temporal" : "") +
-           (dt_shift != 0 ? ", gates " + std::to_string(int(dt_shift)) : "");
+           (dt_shift != 0 ? ", gates " + std::to_string(int(dt_shift)) : "") +
+           (decay_scale != 0 ? ", decays " + std::to_string(decay_scale) : "") +
+           (query_shift != 0 ? ", queries " + std::to_string(int(query_shift)) : "") +
+           (beta_shift != 0 ? ", beta " + std::to_string(int(beta_shift)) : "");
   }
 };
 
@@ -29,11 +34,12 @@ inline Program swila_program(Side& side, const SwilaCase& c, const Steps& steps)
               .conv_v = side.floats(size_t(channels * c.conv), 0.5f),
               .key_router = side.acts(T, mixed, c.router_scale),
               .query_router = side.acts(T, mixed, c.router_scale),
-              .beta = side.acts(T, mixed), .norm_weight = side.floats(size_t(c.dim)),
+              .beta = side.acts(T, mixed, 1, c.beta_shift),
+              .norm_weight = side.floats(size_t(c.dim)),
               .norm_eps = 1e-5f};
   if (c.temporal) {
     op.key_mix = side.acts(T, channels, c.mix_scale);
-    op.query_mix = side.acts(T, channels, c.mix_scale);
+    op.query_mix = side.acts(T, channels, c.mix_scale, c.query_shift);
   }
   if (c.gated) {
     op.decay_in = side.acts(T, mixed, 3);
