@@ -89,10 +89,10 @@ __device__ inline void load_new(const DeltaMix& op, const Place& place, Role rol
   raw.now = load_as<Stay::Usual>(at(in, place.token) + column);
   if (role == kQuery) {
     if (op.decay == Decay::None) return;
-    raw.gate = load_as<Stay::Usual>(at(op.decay_in, place.token) +
-                      (op.decay == Decay::PerHead
-                           ? place.decay_head
-                           : int64_t(place.decay_head) * kDim + threadIdx.x));
+    raw.gate = load_as<Stay::Usual>(
+        at(op.decay_in, place.token) +
+        (op.decay == Decay::PerHead ? place.decay_head
+                                    : int64_t(place.decay_head) * kDim + threadIdx.x));
     return;
   }
   const Acts& gate = role == kKey ? op.erase : op.write;
