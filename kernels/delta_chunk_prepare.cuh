@@ -1,4 +1,5 @@
 #pragma once
+#include "kernels/chunk_math_cuda.cuh"
 #include "kernels/delta_chunk_layout.cuh"
 
 // From raw projections to a chunk's vectors: convolutions, activations, norms and gates.
@@ -6,11 +7,8 @@ namespace weir::cuda::chunk {
 
 constexpr int kPreparers = 256;  // threads of a block that prepare
 __device__ inline void meet_preparers() { meet(1, kPreparers); }  // 0 is __syncthreads()'s
-constexpr float kLog2E = 1.4426950408889634f;
 
 __device__ inline float4 zero4() { return {0, 0, 0, 0}; }
-__device__ inline float4 load4(const float* from) { return *reinterpret_cast<const float4*>(from); }
-__device__ inline uint2 packed(float4 x) { return {pack(x.x, x.y), pack(x.z, x.w)}; }
 __device__ inline void store_halves(half* to, float4 x) {
   *reinterpret_cast<uint2*>(to) = packed(x);
 }
@@ -40,26 +38,6 @@ __device__ inline float4 minus(float4 a, float4 b) {
 template <typename F>
 __device__ inline float4 each(float4 x, const F& f) {
   return {f(x.x), f(x.y), f(x.z), f(x.w)};
-}
-
-__device__ inline float tanh_fast(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// 1 / (1 + exp(-x)), one instruction for the exponential. By the PTX ISA within 2.5e-4, however
-// small it is; measured on an H200 within 4e-6, of itself 1.4e-4 from x = -7 on and 1 % from -11
-// on, so that decays and what erases may be made of it (SlowDecaysAndWeakErasure).
-__device__ inline float fast_sigmoid(float x) { return 0.5f + 0.5f * tanh_fast(0.5f * x); }
-// x times that, of x / 2.
-__device__ inline float silu_of_half(float half_x) { return half_x + half_x * tanh_fast(half_x); }
-__device__ inline float fast_silu(float x) { return silu_of_half(0.5f * x); }
-
-// 1 / sqrt(x) of a normal number.
-__device__ inline float rsqrt_fast(float x) {
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // The activations of queries and keys that the chunk kernels know, on x[0] .. x[kCount - 1].

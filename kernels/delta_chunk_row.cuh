@@ -57,7 +57,7 @@ struct RowPreparer : RowPart<kChannel> {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         *reinterpret_cast<float4*>(&shared.taps[warp][j][channel]) =
-            scaled(taps.age[j], Part::whole_of(warp));
+            scaled(taps.age[j], Part::tap_scale(warp));
       }
     }
     if constexpr (kChannel) {

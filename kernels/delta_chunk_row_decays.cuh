@@ -12,13 +12,6 @@
 // number takes one exponential, and what is left to do is products of halves.
 namespace weir::cuda::chunk {
 
-__device__ inline uint32_t times_halves(uint32_t a, uint32_t b) {
-  const half2 y = __hmul2(reinterpret_cast<half2&>(a), reinterpret_cast<half2&>(b));
-  return reinterpret_cast<const uint32_t&>(y);
-}
-__device__ inline uint2 times_halves(uint2 a, uint2 b) {
-  return {times_halves(a.x, b.x), times_halves(a.y, b.y)};
-}
 __device__ inline float dot(float4 a, float4 b) {
   return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
 }

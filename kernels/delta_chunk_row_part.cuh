@@ -122,8 +122,8 @@ struct RowPart {
   __device__ int first_of(int which) const {
     return which < 2 ? place.key_head * 128 : place.value_head * op.value_dim + value;
   }
-  // Taps are kept halved where a SiLU follows, which is made of half of its argument.
-  __device__ float whole_of(int which) const {
+  // What taps and biases are kept times: a SiLU, if one follows, is made of half of its argument.
+  __device__ float tap_scale(int which) const {
     return which == 2 || op.qk_activation == Activation::Silu ? 0.5f : 1.0f;
   }
   __device__ int chunks() const { return (place.count + kTokens - 1) / kTokens; }
@@ -240,7 +240,7 @@ struct SharedSource : RowPart<kChannel> {
                               : which == 1 ? this->op.conv_k_bias
                                            : this->op.conv_v_bias;
     if (bias != nullptr) {
-      taps.bias = scaled(load4(bias + this->first_of(which) + channel), this->whole_of(which));
+      taps.bias = scaled(load4(bias + this->first_of(which) + channel), this->tap_scale(which));
     }
     apply_taps<kCount>(taps, x);
   }

@@ -185,15 +185,6 @@ struct Gates : Convolver<V> {
     }
   }
 
-  // x times y, of four halves.
-  __device__ static uint2 times(uint2 x, uint2 y) {
-    const auto two = [](uint32_t a, uint32_t b) {
-      const half2 by = __hmul2(*reinterpret_cast<half2*>(&a), *reinterpret_cast<half2*>(&b));
-      return *reinterpret_cast<const uint32_t*>(&by);
-    };
-    return {two(x.x, y.x), two(x.y, y.y)};
-  }
-  __device__ static uint2 narrowed(float4 x) { return {pack(x.x, x.y), pack(x.z, x.w)}; }
   // The same by halves, where channels lose little.
   template <bool kUpper>
   __device__ void decay_keys_by_halves(Stage<V>& to, float (&near)[4]) const {
@@ -208,23 +199,23 @@ struct Gates : Convolver<V> {
       const uint2 key = four(&shared.plain_k[at + 16 * i]);
       const uint2 query = four(&shared.plain_q[at + 16 * i]);
       const float4 a = exp2_of(L), back = exp2_of({-L.x, -L.y, -L.z, -L.w});
-      const uint2 since = narrowed(a), k = times(key, since), q = times(query, since);
-      const uint2 b = times(key, narrowed(back));
+      const uint2 since = packed(a), k = times_halves(key, since), q = times_halves(query, since);
+      const uint2 b = times_halves(key, packed(back));
       const uint32_t left[4] = {k.x, q.x, k.y, q.y};
       multiply(near, left, b.x, b.y);
       const float4 end = times(back, load4(&shared.kept[kUpper][j][c + 16 * i]));
       const float4 other = load4(&shared.kept[!kUpper][j][c + 16 * i]);
       if constexpr (kUpper) {
-        const uint2 all = narrowed(times(a, other));
-        four(&to.k[j][at + 16 * i]) = times(key, all);
-        four(&to.q[j][at + 16 * i]) = times(query, all);
-        four(&to.end[j][at + 16 * i]) = times(key, narrowed(end));
+        const uint2 all = packed(times(a, other));
+        four(&to.k[j][at + 16 * i]) = times_halves(key, all);
+        four(&to.q[j][at + 16 * i]) = times_halves(query, all);
+        four(&to.end[j][at + 16 * i]) = times_halves(key, packed(end));
         *reinterpret_cast<uint4*>(log) = {k.x, q.x, k.y, q.y};
       } else {
         four(&to.k[j][at + 16 * i]) = k;
         four(&to.q[j][at + 16 * i]) = q;
-        four(&to.end[j][at + 16 * i]) = times(key, narrowed(times(end, other)));
-        *reinterpret_cast<uint2*>(log) = times(key, narrowed(end));
+        four(&to.end[j][at + 16 * i]) = times_halves(key, packed(times(end, other)));
+        *reinterpret_cast<uint2*>(log) = times_halves(key, packed(end));
       }
     }
   }

@@ -1,4 +1,5 @@
 #pragma once
+#include "kernels/chunk_math_cuda.cuh"
 #include "kernels/swila_chunk_cuda.cuh"
 #include "kernels/tensor_core.cuh"
 #include "kernels/warp_barrier_cuda.cuh"
@@ -177,15 +178,12 @@ __device__ constexpr int turned(int mixture, int t) { return mixture ^ (t & 2) ^
 constexpr int kRecalled = 1, kWritten = 3, kConvolved = 5, kHelped = 6, kPaired = 7, kHanded = 11,
               kFinished = 15;
 
-constexpr float kLog2E = 1.4426950408889634f;
-
 // Until the state needs no more of what lay where chunk n will.
 template <class V>
 __device__ inline void await_stage(const Shared<V>& shared, int n) {
   if (n >= V::kStages) sleep_for(&shared.empty[n % V::kStages], n / V::kStages - 1);
 }
 
-__device__ inline float4 load4(const float* from) { return *reinterpret_cast<const float4*>(from); }
 __device__ inline float2 load_pair(const float* from) {
   return *reinterpret_cast<const float2*>(from);
 }
@@ -194,25 +192,6 @@ __device__ inline float2 load_halves(const half* from) {
   return unpack(*reinterpret_cast<const uint32_t*>(from));
 }
 
-__device__ inline float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ inline float rsqrt_fast(float x) {
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// One step where an exponential and a division are two. Wrong by 2^-11 of it at most by the PTX
-// ISA; a sigmoid made of it, measured on an H200, by 4e-6, of itself by 1.4e-4 from x = -7 on and
-// 1 % from -11 on: what is kept of a distribution may be made of it (SlowMixesAndWeakWrites).
-__device__ inline float tanh_fast(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ inline float fast_sigmoid(float x) { return fmaf(0.5f, tanh_fast(0.5f * x), 0.5f); }
 // x becomes softmax(x) times `by`.
 __device__ inline void softmax(float (&x)[kMixtures], float by = 1) {
   const float most = kLog2E * fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));

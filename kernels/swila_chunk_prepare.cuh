@@ -6,7 +6,7 @@
 namespace weir::cuda::swila_chunk {
 
 __device__ inline void store_halves(half* to, float4 x) {
-  *reinterpret_cast<uint2*>(to) = {pack(x.x, x.y), pack(x.z, x.w)};
+  *reinterpret_cast<uint2*>(to) = packed(x);
 }
 
 template <class V>
@@ -71,10 +71,6 @@ struct Convolver {
   template <int kRun>
   using Run = float4[kRun + kWidth - 1];
 
-  __device__ static float silu(float x) {
-    const float half = 0.5f * x;
-    return fmaf(half, tanh_fast(half), half);
-  }
   // silu(conv(x)) of kRun tokens from the kRun + 3 at `raw` on, in place of the first of x; zeros
   // from token `count` on.
   template <int kRun>
@@ -95,7 +91,7 @@ struct Convolver {
         y.z = fmaf(tap[j].z, x[i + j].z, y.z);
         y.w = fmaf(tap[j].w, x[i + j].w, y.w);
       }
-      x[i] = {silu(y.x), silu(y.y), silu(y.z), silu(y.w)};
+      x[i] = {fast_silu(y.x), fast_silu(y.y), fast_silu(y.z), fast_silu(y.w)};
     }
     if (count >= kRun) return;
 #pragma unroll

@@ -5,7 +5,6 @@
 
 #include <gtest/gtest.h>
 
-
 #include "kernels/op.h"
 #include "tests/ops/mixer_step.h"
 

@@ -1,6 +1,5 @@
 #include <gtest/gtest.h>
 
-
 #include "kernels/op.h"
 #include "tests/ops/mixer_step.h"
 
