@@ -74,6 +74,7 @@ void lower(const SwilaMixer& m, const SwilaWeights& w, LayerContext& layer) {
                .beta = up(w.beta, beta),
                .key_mix = key_mix.of(projected),
                .query_mix = query_mix.of(projected),
+               .gated = m.gated,
                .decay_a = w.decay_a,
                .dt_bias = w.dt_bias,
                .norm_weight = w.norm,

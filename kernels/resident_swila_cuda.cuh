@@ -186,7 +186,7 @@ struct SwilaRow {
 #pragma unroll
     for (int c = 0; c < kParts; ++c) {
       if (c >= parts) break;
-      if (op.decay_in.data != nullptr) {
+      if (op.gated) {
         held[c] = times(held[c], own(head.decay + mixture * op.dim, c));
       }
       recalled += dot(held[c], own(head.k, c));
@@ -217,7 +217,7 @@ __device__ inline void run_unit(const SwilaMix& op, const Sharing& sharing, cons
                                 Me me) {
   auto& head = *reinterpret_cast<SwilaHead*>(shared_memory().head);
   const int D = op.dim, values = sharing.values;
-  const int all = 2 * D + values + (op.decay_in.data == nullptr ? 0 : op.mixtures * D);
+  const int all = 2 * D + values + (op.gated ? op.mixtures * D : 0);
 #pragma unroll 1
   for (int i = me.thread; i < all; i += kComputing) make_channel(op, place, sharing, i, head);
   bool made = false;  // the vectors

@@ -91,7 +91,7 @@ __device__ void prepare_any(const SwilaMix& op, const Head& place, int t, const 
   }
   for (int i = threadIdx.x; i < op.mixtures * op.dim; i += kThreads) {
     float decay = 1;
-    if (op.decay_in.data != nullptr) {
+    if (op.gated) {
       const int64_t in = head * op.mixtures + i;
       const float a = op.decay_a[place.head * op.mixtures + i / op.dim];
       decay = expf(-a * softplus(at(op.decay_in, token)[in] + op.dt_bias[in]));

@@ -100,7 +100,7 @@ Maps maps_of(const SwilaMix& op, const Context& context, int slice) {
     maps.key_mix = channels(op.key_mix, slice, kTokens);
     maps.query_mix = channels(op.query_mix, slice, kTokens);
   }
-  if (op.decay_in.data != nullptr) maps.gates = mixed(op.decay_in, kDim, 1);
+  if (op.gated) maps.gates = mixed(op.decay_in, kDim, 1);
   return maps;
 }
 
@@ -123,7 +123,7 @@ bool served(const SwilaMix& op, const Context& context) {
 bool run(const SwilaMix& op, Context& context) {
   if (!served(op, context)) return false;
   const int slice = slice_of(op, context);
-  const auto start = op.decay_in.data != nullptr ? start_gated : start_plain;
+  const auto start = op.gated ? start_gated : start_plain;
   start(op, maps_of(op, context, slice), context, slice);
   const bool norm = slice != kDim;
   const int64_t work = norm ? int64_t(op.rows.tokens) * op.heads / 64 : 8;

@@ -383,11 +383,10 @@ bool holds(const SwilaMix& op) {
 }
 
 void run_held(const SwilaMix& op, Context& context) {
-  const bool gated = op.decay_in.data != nullptr;
   if (op.rows.count * op.heads < kManyHeads) {
-    return gated ? start<true, false>(op, context) : start<false, false>(op, context);
+    return op.gated ? start<true, false>(op, context) : start<false, false>(op, context);
   }
-  gated ? start<true, true>(op, context) : start<false, true>(op, context);
+  op.gated ? start<true, true>(op, context) : start<false, true>(op, context);
 }
 
 }  // namespace weir::cuda::swila

@@ -33,7 +33,8 @@ struct SwilaMix {
   Acts key_router, query_router;    // [tokens, heads * mixtures * dim] logits
   Acts beta;                        // the same
   Acts key_mix, query_mix;          // [tokens, heads * dim] logits; null: not temporal
-  Acts decay_in;                    // [tokens, heads * mixtures * dim]; null: not gated
+  bool gated = false;               // false: nothing decays, and the three below are not read
+  Acts decay_in;                    // [tokens, heads * mixtures * dim]
   const float* decay_a = nullptr;   // [heads * mixtures], exp(A_log)
   const float* dt_bias = nullptr;   // [heads * mixtures * dim]
 

@@ -121,7 +121,7 @@ void step(const Place& at, int32_t t, Scratch& s, float* o) {
   const int32_t D = op.dim, J = op.mixtures;
   float* state = op.state.at(at.slot()) + at.mixed() * D;
   const float* beta = op.beta.at(at.token(t)) + at.mixed();
-  if (op.decay_in) decay_state(at, t, state);
+  if (op.gated) decay_state(at, t, state);
   make_prior(at, op.key_router, op.key_mix, op.posterior, t, s.mixed);
   make_prior(at, op.query_router, op.query_mix, op.prior, t, s.query);
 

@@ -46,7 +46,7 @@ struct Inputs {
       logits.key_mix = at(op.key_mix, token)[head + place.value];
       logits.query_mix = at(op.query_mix, token)[head + place.value];
     }
-    if (op.decay_in.data != nullptr) decay = at(op.decay_in, token)[head * L::J + threadIdx.x];
+    if (op.gated) decay = at(op.decay_in, token)[head * L::J + threadIdx.x];
   }
 };
 
@@ -236,8 +236,8 @@ void start(const SwilaMix& op, Context& context, int tokens_most) {
 
 template <class L>
 void start(const SwilaMix& op, Context& context, int tokens_most = INT_MAX) {
-  op.decay_in.data != nullptr ? start<L, true>(op, context, tokens_most)
-                              : start<L, false>(op, context, tokens_most);
+  op.gated ? start<L, true>(op, context, tokens_most)
+           : start<L, false>(op, context, tokens_most);
 }
 
 bool aligned(const SwilaMix& op) {

@@ -160,6 +160,7 @@ void bench_swila(OpBench& bench, const SwilaKind& kind, int32_t batch) {
     op.query_mix = bench.acts(batch, channels);
   }
   if (kind.gated) {
+    op.gated = true;
     op.decay_in = bench.acts(batch, mixed);
     op.decay_a = bench.put(std::vector<float>(size_t(heads * J), 0.5f));
     op.dt_bias = bench.acts(1, mixed).data;

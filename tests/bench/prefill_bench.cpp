@@ -220,6 +220,7 @@ class PrefillBench {
       floats += 2 * C;
     }
     if (m.gated) {
+      op.gated = true;
       op.decay_in = acts(T, M);
       op.decay_a = put(std::vector<float>(size_t(m.heads * J), 0.1f));
       op.dt_bias = vector(M);

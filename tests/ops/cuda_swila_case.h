@@ -42,6 +42,7 @@ inline Program swila_program(Side& side, const SwilaCase& c, const Steps& steps)
     op.query_mix = side.acts(T, channels, c.mix_scale, c.query_shift);
   }
   if (c.gated) {
+    op.gated = true;
     op.decay_in = side.acts(T, mixed, 3);
     std::vector<float> a = side.normal(size_t(c.heads * c.mixtures));
     for (float& value : a) value = c.decay_scale > 0 ? c.decay_scale : std::exp(value);

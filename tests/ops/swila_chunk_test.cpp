@@ -225,7 +225,8 @@ TEST(SwilaChunk, EqualsTheServedOp) {
                 .q = {q.data(), D}, .k = {k.data(), D}, .v = {v.data(), D}, .conv_width = 1,
                 .conv_q = taps.data(), .conv_k = taps.data(), .conv_v = taps.data(),
                 .key_router = {kr.data(), mixed}, .query_router = {qr.data(), mixed},
-                .beta = {beta.data(), mixed}, .decay_a = a.data(), .dt_bias = dt_bias.data(),
+                .beta = {beta.data(), mixed}, .gated = shape.gated, .decay_a = a.data(),
+                .dt_bias = dt_bias.data(),
                 .norm_weight = weight.data(), .out = {out.data(), D},
                 .state = {state.data(), mixed * D}};
     if (shape.temporal) {
