@@ -34,6 +34,10 @@ class Backend {
   // read.
   virtual const char* unserved(const Program& program) const = 0;
   virtual void run(const Program& program) = 0;  // in order
+  // Whether it runs this program with the writes of all its states deferred (pending.h), of rows
+  // of one token: ops may then have their `pending` set. Nothing that pointers point to is read;
+  // without any the answer is that for memory which is aligned as the device's allocations are.
+  virtual bool defers_writes(const Program&) const { return false; }
   // Whether a program that has run before runs faster: then steps are padded to few shapes, and
   // those are run at start-up.
   virtual bool remembers_programs() const { return false; }
@@ -59,6 +63,8 @@ struct CudaOptions {
   // Attention of rows of many tokens likewise: with halves alone near 6e-4, with high and low ones
   // near 3e-6 at three times the products.
   bool bf16_vectors = false;
+  // States are written by each fourth token of a head, where a kernel can do so (pending.h).
+  bool defer_writes = true;
 };
 
 // NVIDIA GPUs. In a build without CUDA there are none.

@@ -112,6 +112,7 @@ class CudaBackend final : public Backend {
   void copy(void* target, const void* source, size_t bytes) override;
   const char* unserved(const Program& program) const override;
   void run(const Program& program) override;
+  bool defers_writes(const Program& program) const override;
   bool remembers_programs() const override { return true; }
   void finish() override;
   bool runs_ahead() const override { return true; }
@@ -128,6 +129,7 @@ class CudaBackend final : public Backend {
   Lane& lane();  // that is being filled
 
   const int device_;
+  const bool defer_writes_;
   cudaDeviceProp properties_{};
   cuda::Context context_;
   std::unique_ptr<cuda::MatrixProducts> products_;
@@ -142,7 +144,8 @@ class CudaBackend final : public Backend {
   uint64_t runs_ = 0;
 };
 
-CudaBackend::CudaBackend(int device, const CudaOptions& options) : device_(device) {
+CudaBackend::CudaBackend(int device, const CudaOptions& options)
+    : device_(device), defer_writes_(options.defer_writes) {
   WEIR_CUDA_CHECK(cudaGetDeviceProperties(&properties_, device));
   int low = 0, high = 0;
   WEIR_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
@@ -276,6 +279,21 @@ const char* CudaBackend::unserved(const Program& program) const {
     if (refused != nullptr) return refused;
   }
   return nullptr;
+}
+
+bool CudaBackend::defers_writes(const Program& program) const {
+  bool any = false, all = defer_writes_;
+  for (const Op& op : program) {
+    std::visit(
+        [&](const auto& o) {
+          if constexpr (requires { cuda::defers(o, context_); }) {
+            any = true;
+            all = all && cuda::defers(o, context_);
+          }
+        },
+        op);
+  }
+  return any && all;
 }
 
 void CudaBackend::enqueue(const Program& program, Recorded& entry, bool changed) {

@@ -3,9 +3,9 @@
 
 // How long lines stay in the L2 cache, for kernels whose states pass through it. Kept ones are the
 // last to go: what is brought there ahead would else make room for states that have been stepped
-// already. Whoever has lines kept reads or writes them as usual in the end, which makes them lines
-// like all others, or they would be in the way of everything that comes after. Passing ones are
-// the first to go.
+// already. Whoever writes them does so as usual, which makes them lines like all others. Those that
+// are only read stay what they are: loads that say otherwise cost more than they gain (NOTES.md).
+// Passing ones are the first to go.
 namespace weir::cuda {
 
 enum class Stay { Kept, Usual, Passing };
@@ -48,7 +48,7 @@ __device__ inline float load_as(const float* from) {
 template <Stay kStay>
 __device__ inline float4 load_four_as(const float* from) {
   float4 x;
-  asm volatile("ld.global.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], %5;"
+  asm volatile("ld.global.cg.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], %5;"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
                : "l"(from), "l"(cache_policy<kStay>()));
   return x;

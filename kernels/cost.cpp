@@ -77,16 +77,42 @@ Cost cost_of(const OuterStep& op) {
           .flops = size_t(op.rows.tokens) * 5 * state};
 }
 
-// The state of each row is read and written once, however many tokens the row has; decaying it,
-// recalling, correcting and answering are a multiply and an add each.
+// What a state and what waits beside it move in a step of one token a row, in floats: on average
+// over turns, each in turn with 0 to kPendingMost updates waiting (pending.h). The state is always
+// read and written in one turn, decay and keys change in all others, where an update joins.
+size_t deferring_floats(size_t state, const PendingLayout& layout) {
+  constexpr size_t kTurns = kPendingMost + 1, kAll = kPendingMost * kTurns / 2;
+  constexpr size_t kKept = kAll - kPendingMost;  // updates that are decayed and left waiting
+  const auto keys = size_t(layout.keys()), values = size_t(layout.values);
+  const size_t read = kPendingMost * keys + kAll * (keys + values);
+  const size_t written = kPendingMost * (2 * keys + values) + kKept * keys;
+  return state + (state + read + written) / kTurns;
+}
+
+// What all rows move of their states, of which a head's is so many floats. Of how many rows have
+// several tokens only this may be known: that each of these takes two at least.
+template <typename Mix>
+size_t state_floats(const Mix& op, size_t head) {
+  const auto rows = size_t(op.rows.count), heads = size_t(pending_heads(op));
+  const size_t more = size_t(op.rows.tokens) - std::min(rows, size_t(op.rows.tokens));
+  size_t longer = std::min(rows, op.rows.longer >= 0 ? size_t(op.rows.longer) : more);
+  if (op.pending.data == nullptr) longer = rows;
+  return heads * (longer * 2 * head +
+                  (rows - longer) * deferring_floats(head, pending_layout(op)));
+}
+
+// The state of each row is read once and, where writes are not deferred, written once, however many
+// tokens the row has; decaying it, recalling, correcting and answering are a multiply and an add
+// each.
 Cost cost_of(const DeltaMix& op) {
   const size_t state = size_t(op.value_heads) * size_t(op.value_dim) * size_t(op.key_dim);
   const size_t channels = 2 * size_t(op.key_heads) * size_t(op.key_dim) +
                           size_t(op.value_heads) * size_t(op.value_dim);
   const size_t width = size_t(op.conv_width);
   const size_t history = history_inputs(op.rows, op.conv_width) * channels;
+  const size_t head = size_t(op.value_dim) * size_t(op.key_dim);
   Cost cost;
-  cost.bytes = (2 * size_t(op.rows.count) * state + history) * sizeof(float);
+  cost.bytes = (state_floats(op, head) + history) * sizeof(float);
   cost.bytes += width * channels * sizeof(float);
   cost.flops = size_t(op.rows.tokens) * (8 * state + 2 * width * channels);
   return cost;
@@ -105,8 +131,9 @@ Cost cost_of(const SwilaMix& op) {
   const size_t channels = size_t(op.heads) * size_t(op.dim);
   const size_t mixed = channels * size_t(op.mixtures), state = mixed * size_t(op.dim);
   const size_t history = history_inputs(op.rows, op.conv_width) * 3 * channels;
-  const size_t kept = state + (op.key_mix ? 2 * mixed : 0);
-  return {.bytes = (2 * size_t(op.rows.count) * kept + history) * sizeof(float),
+  const size_t head = size_t(op.mixtures) * size_t(op.dim) * size_t(op.dim);
+  const size_t priors = op.key_mix ? 4 * mixed * size_t(op.rows.count) : 0;
+  return {.bytes = (state_floats(op, head) + priors + history) * sizeof(float),
           .flops = size_t(op.rows.tokens) * 8 * state};
 }
 
@@ -144,6 +171,14 @@ Cost cost_of(const RouteSignal& op) {
   return {.flops = 5 * size_t(op.tokens) * size_t(op.heads) * size_t(op.dim)};
 }
 
+// At most, as all heads had something waiting.
+Cost cost_of(const FlushPending& op) {
+  const size_t state = size_t(op.heads) * size_t(op.layout.values) * size_t(op.layout.key_dim);
+  const size_t waits = size_t(op.heads) * size_t(op.layout.floats());
+  return {.bytes = size_t(op.rows.count) * (2 * state + waits) * sizeof(float),
+          .flops = size_t(op.rows.count) * (1 + 2 * kPendingMost) * state};
+}
+
 Cost cost_of(const Gather&) { return {}; }
 
 Cost cost_of(const Sample& op) {
@@ -172,6 +207,7 @@ const char* name_of(const MemoryMerge&) { return "memory_merge"; }
 const char* name_of(const Swiglu&) { return "swiglu"; }
 const char* name_of(const ValueRoute&) { return "value_route"; }
 const char* name_of(const RouteSignal&) { return "route_signal"; }
+const char* name_of(const FlushPending&) { return "flush_pending"; }
 const char* name_of(const Gather&) { return "gather"; }
 const char* name_of(const Sample&) { return "sample"; }
 

@@ -36,8 +36,12 @@ void run(const DepthAttention& op, const Context& context);
 void run(const Swiglu& op, const Context& context);
 void run(const ValueRoute& op, const Context& context);
 void run(const RouteSignal& op, const Context& context);
+void run(const FlushPending& op, const Context& context);
 void run(const Gather& op, const Context& context);
 void run(const Sample& op, const Context& context);
+
+// Adds so many updates that wait of a head to its state S (pending.h).
+void add_pending(const PendingLayout& layout, int32_t updates, const float* pending, float* S);
 
 // The vectorised, threaded versions of the ops whose plain one is the oracle; run() chooses.
 void run_fast(const DeltaMix& op, const Context& context);

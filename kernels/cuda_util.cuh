@@ -143,6 +143,7 @@ void run(const Attention& op, Context& context);
 void run(const HeadDot& op, Context& context);
 void run(const ValueRoute& op, Context& context);
 void run(const RouteSignal& op, Context& context);
+void run(const FlushPending& op, Context& context);
 void run(const MemoryRoute& op, Context& context);
 void run(const MemoryMerge& op, Context& context);
 void run(const Sample& op, Context& context);
@@ -153,6 +154,11 @@ const char* refusal(const SwilaMix& op);
 const char* refusal(const OuterStep& op);
 const char* refusal(const FeatureMap& op);
 const char* refusal(const Attention& op);
+
+// Whether rows of one token of such an op defer their writes, if it has `pending` set. Pointers are
+// not read.
+bool defers(const DeltaMix& op, const Context& context);
+bool defers(const SwilaMix& op, const Context& context);
 
 // A Linear with a range of tokens.
 void run_range(const Linear& op, Context& context);

@@ -61,12 +61,8 @@ __device__ inline void keep_input(float* past, const Place& place, int channels,
   for (int j = 1; j + 1 < kWidth; ++j) past[j * channels] = 0.0f;
 }
 
-// The usual one without a call: the others' code would not fit the instruction cache.
-__device__ __noinline__ inline float apply_any(Activation activation, float x) {
-  return apply(activation, x);
-}
 __device__ inline float activated(Activation activation, float x) {
-  return activation == Activation::Silu ? x * quick_sigmoid(x) : apply_any(activation, x);
+  return activation == Activation::Silu ? x * quick_sigmoid(x) : delta::apply_any(activation, x);
 }
 
 // What no kernel of the same program writes before this one. value0: the block's first value, of
@@ -165,11 +161,5 @@ __device__ inline void remember(const DeltaMix& op, const Place& place, const Ow
 }
 
 __device__ inline float sum_of(float4 x) { return (x.x + x.y) + (x.z + x.w); }
-
-// What normalises a q or k, from its sum or that of its squares; the usual one quickly.
-__device__ inline float scale_of(QkNorm norm, float sum) {
-  if (norm == QkNorm::L2) return rsqrtf(sum + 1e-6f);
-  return norm == QkNorm::L2Max ? 1.0f / fmaxf(sqrtf(sum), 1e-6f) : 1.0f / sum;
-}
 
 }  // namespace weir::cuda::channel

@@ -197,6 +197,10 @@ bool served(const DeltaMix& op, const Context& context) {
 }  // namespace
 }  // namespace chunk
 
+bool serves_chunks(const DeltaMix& op, const Context& context) {
+  return chunk::served(op, context);
+}
+
 Chunks run_chunks(const DeltaMix& op, Context& context) {
   if (!chunk::served(op, context)) return {};
   Chunks chunks{.run = true};

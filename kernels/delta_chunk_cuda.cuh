@@ -14,5 +14,7 @@ struct Chunks {
 // Runs every row of more than kStepTokensMost tokens in chunk form (delta_chunk.h) and leaves the
 // others alone.
 Chunks run_chunks(const DeltaMix& op, Context& context);
+// Whether it does so for an op of these sizes.
+bool serves_chunks(const DeltaMix& op, const Context& context);
 
 }  // namespace weir::cuda

@@ -1,4 +1,5 @@
 #pragma once
+#include "kernels/pending.h"
 #include "kernels/types.h"
 
 namespace weir {
@@ -72,6 +73,15 @@ struct DeltaMix {
   SlotState state;    // [value_heads, value_dim, key_dim]
   // [conv_width - 1, q channels | k channels | v channels], a ring (ring.h); v's only when ours
   SlotState history;
+  // [value_heads, pending_layout(op).floats()]: rows of one token defer their writes (pending.h),
+  // and others have nothing waiting. Null: every row writes. Only where the backend says that it
+  // defers_writes().
+  SlotState pending;
 };
+
+constexpr PendingLayout pending_layout(const DeltaMix& op) {
+  return {.values = op.value_dim, .key_dim = op.key_dim};
+}
+constexpr int32_t pending_heads(const DeltaMix& op) { return op.value_heads; }
 
 }  // namespace weir

@@ -5,6 +5,7 @@
 #include "kernels/delta_prepare_cuda.cuh"
 #include "kernels/delta_stream_cuda.cuh"
 #include "kernels/long_rows_cuda.cuh"
+#include "kernels/resident_cuda.cuh"
 
 namespace weir::cuda {
 namespace {
@@ -475,7 +476,8 @@ void run_few(const DeltaMix& op, Context& context, const SplitVectors& split) {
          kernel, op, split, kSlices, kStepTokensMost);
 }
 
-// What run_chunks() has left alone. Their answers join the others', split, or nothing is.
+// What run_chunks() has left alone, or all rows where none is long. Their answers join the others',
+// split, or nothing is.
 void run_short_rows(const DeltaMix& op, Context& context, const SplitVectors& split) {
   if (op.rows.count * op.value_heads < kHeldHeads || !holds(op, context)) {
     return run_steps(op, context, split, kStepTokensMost);
@@ -493,8 +495,18 @@ const char* refusal(const DeltaMix& op) {
   return fits ? nullptr : "delta_mix of heads whose vectors and histories take more than 96 KiB";
 }
 
+bool defers(const DeltaMix& op, const Context& context) {
+  if (!op.norm_output || routed(op) || op.rows.computed || !holds(op, context)) return false;
+  if (op.rows.count <= resident::kTokensMost || op.rows.count * op.value_heads < kHeldHeads) {
+    return false;
+  }
+  const int longest = op.rows.tokens - op.rows.count + 1;  // at most, if no row is empty
+  return longest <= kStepTokensMost || serves_chunks(op, context);
+}
+
 void run(const DeltaMix& op, Context& context) {
   if (op.rows.count == 0) return;
+  WEIR_CHECK(op.pending.data == nullptr || defers(op, context));
   WEIR_CHECK(op.value_heads % op.key_heads == 0);
   WEIR_CHECK(op.rows.count <= 65535 && refusal(op) == nullptr);
   const int longest = op.rows.tokens - op.rows.count + 1;  // at most, if no row is empty
@@ -514,6 +526,10 @@ void run(const DeltaMix& op, Context& context) {
   const int heads = op.rows.count * op.value_heads;
   if (single && plain && heads >= kHeldHeads && op.rows.singles != 0 && holds(op, context)) {
     return run_held(op, context);
+  }
+  if (op.pending.data != nullptr) {
+    const int dim = op.value_heads * op.value_dim;
+    return run_short_rows(op, context, leave_split(op.out, dim, op.rows.tokens, context));
   }
   if (single && plain) {
     const bool sliced = slices(op, context);

@@ -150,6 +150,17 @@ struct Raw<0> {
   }
 };
 
+// An unusual activation, by a call: their code would not fit the instruction cache.
+__device__ __noinline__ inline float apply_any(Activation activation, float x) {
+  return apply(activation, x);
+}
+
+// What normalises a q or k, from its sum or that of its squares; the usual one quickly.
+__device__ inline float scale_of(QkNorm norm, float sum) {
+  if (norm == QkNorm::L2) return rsqrtf(sum + 1e-6f);
+  return norm == QkNorm::L2Max ? 1.0f / fmaxf(sqrtf(sum), 1e-6f) : 1.0f / sum;
+}
+
 // exp(g) from its logit with dt_bias added.
 __device__ inline float decay_of(const DeltaMix& op, float a, float x) {
   if (op.decay == Decay::None) return 1.0f;

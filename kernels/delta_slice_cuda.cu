@@ -88,8 +88,8 @@ __device__ inline void step(const DeltaMix& op, Shared& shared, float* state) {
   }
   asm volatile("" ::: "memory");  // vectors are read again: kept, they would be spilled
   const float q_scale =
-      scale_of(op.qk_norm, sum_of_eight(shared.sums)) * rsqrtf(float(kKeys));
-  const float k_scale = scale_of(op.qk_norm, sum_of_eight(shared.sums + kWarps / 2));
+      delta::scale_of(op.qk_norm, sum_of_eight(shared.sums)) * rsqrtf(float(kKeys));
+  const float k_scale = delta::scale_of(op.qk_norm, sum_of_eight(shared.sums + kWarps / 2));
   const float u = (shared.v[first + lane % kRows] - mine * k_scale) * k_scale;
 #pragma unroll
   for (int j = 0; j < kParts; ++j) {

@@ -8,7 +8,7 @@ namespace weir::cuda {
 bool streams(const DeltaMix& op, const Context& context);
 void run_stream(const DeltaMix& op, Context& context);
 
-// Heads of 128x128 in registers, a block for each.
+// Heads of 128x128, a block for each.
 bool holds(const DeltaMix& op, const Context& context);
 void run_held(const DeltaMix& op, Context& context);
 

@@ -9,6 +9,7 @@
 #include "kernels/embed.h"
 #include "kernels/erase_step.h"
 #include "kernels/feature_map.h"
+#include "kernels/flush_pending.h"
 #include "kernels/gather.h"
 #include "kernels/head_dot.h"
 #include "kernels/head_norm.h"
@@ -32,7 +33,7 @@ namespace weir {
 using Op = std::variant<Embed, RmsNorm, Linear, Conv1d, TokenShift, Rotary, Elementwise,
                         FeatureMap, HeadNorm, DeltaMix, EraseStep, SwilaMix, OuterStep, Attention,
                         DepthAttention, MemoryRoute, MemoryMerge, Swiglu, HeadDot, ValueRoute,
-                        RouteSignal, Gather, Sample>;
+                        RouteSignal, FlushPending, Gather, Sample>;
 using Program = std::vector<Op>;
 
 // The floor of an op: each input read once, each output written once; multiply and add count two.

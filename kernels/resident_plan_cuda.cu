@@ -134,7 +134,7 @@ bool has_threads(int64_t channels, const Context& context) {
 }
 
 bool runs(const SwilaMix& op, const Context& context) {
-  if (!steps(op.rows) || op.conv_width != 4) return false;
+  if (!steps(op.rows) || op.conv_width != 4 || op.pending.data != nullptr) return false;
   const int J = op.mixtures, D = op.dim;
   if (J != 1 && J != 2 && J != 4 && J != 8) return false;
   if (D % 32 != 0 || D > kKeysMost || J * D % 128 != 0 || J * D > kSwilaMost) return false;
@@ -144,7 +144,7 @@ bool runs(const SwilaMix& op, const Context& context) {
 }
 
 bool runs(const DeltaMix& op, const Context& context) {
-  if (!steps(op.rows) || !op.norm_output) return false;
+  if (!steps(op.rows) || !op.norm_output || op.pending.data != nullptr) return false;
   if (!op.erases || op.values_ready || op.emits || op.answer_add) return false;
   if (op.key_dim % 32 != 0 || op.key_dim > kKeysMost) return false;
   if (op.value_dim % kWarps != 0 || op.value_dim > kValuesMost) return false;

@@ -1,4 +1,5 @@
 #pragma once
+#include "kernels/pending.h"
 #include "kernels/types.h"
 
 namespace weir {
@@ -46,6 +47,17 @@ struct SwilaMix {
   SlotState posterior;  // r, [heads, mixtures, dim]; temporal only
   SlotState prior;      // rho, the same
   SlotState history;    // [conv_width - 1, q channels | k channels | v channels], a ring (ring.h)
+  // [heads, pending_layout(op).floats()]: rows of one token defer their writes (pending.h), and
+  // others have nothing waiting. Null: every row writes. Only where the backend says that it
+  // defers_writes().
+  SlotState pending;
 };
+
+// A head's rows are [mixture, value]. Without decays all mixtures have the same keys.
+constexpr PendingLayout pending_layout(const SwilaMix& op) {
+  return {.values = op.mixtures * op.dim, .key_dim = op.dim,
+          .groups = op.gated ? op.mixtures : 1};
+}
+constexpr int32_t pending_heads(const SwilaMix& op) { return op.heads; }
 
 }  // namespace weir

@@ -12,10 +12,14 @@ namespace {
 // What one head needs for one token.
 struct Scratch {
   explicit Scratch(const SwilaMix& op)
-      : q(size_t(op.dim)), k(q), v(q), mixed(size_t(op.mixtures) * size_t(op.dim)), query(mixed) {}
+      : q(size_t(op.dim)), k(q), v(q), mixed(size_t(op.mixtures) * size_t(op.dim)), query(mixed),
+        written(mixed), decay(size_t(pending_layout(op).keys()), 1.0f) {}
   std::vector<float> q, k, v;
-  std::vector<float> mixed;  // [mixtures, dim]: the key's prior, then its posterior
-  std::vector<float> query;  // [mixtures, dim]: the query's prior
+  std::vector<float> mixed;    // [mixtures, dim]: the key's prior, then its posterior
+  std::vector<float> query;    // [mixtures, dim]: the query's prior
+  std::vector<float> written;  // [mixtures, dim]: what is added along the key
+  std::vector<float> decay;    // [mixtures, dim], or [dim] of ones where nothing decays
+  std::vector<float> all;      // a state and what waits beside it
 };
 
 // Where one row's head lies.
@@ -98,30 +102,29 @@ void make_prior(const Place& at, Acts router, Acts mix, SlotState last, int32_t 
   }
 }
 
-void decay_state(const Place& at, int32_t t, float* state) {
+void decay_state(const Place& at, int32_t t, std::vector<float>& decay, float* state) {
   const SwilaMix& op = at.op;
   const float* in = op.decay_in.at(at.token(t)) + at.mixed();
-  std::vector<float> alpha(static_cast<size_t>(op.dim));
   for (int32_t j = 0; j < op.mixtures; ++j) {
     const float a = op.decay_a[at.head * op.mixtures + j];
+    float* const alpha = &decay[size_t(j * op.dim)];
     for (int32_t e = 0; e < op.dim; ++e) {
       const int64_t i = int64_t(j) * op.dim + e;
-      alpha[size_t(e)] = float(std::exp(-a * softplus(in[i] + op.dt_bias[at.mixed() + i])));
+      alpha[e] = float(std::exp(-a * softplus(in[i] + op.dt_bias[at.mixed() + i])));
     }
     float* matrix = state + int64_t(j) * op.dim * op.dim;
     for (int32_t d = 0; d < op.dim; ++d) {
-      for (int32_t e = 0; e < op.dim; ++e) matrix[d * op.dim + e] *= alpha[size_t(e)];
+      for (int32_t e = 0; e < op.dim; ++e) matrix[d * op.dim + e] *= alpha[e];
     }
   }
 }
 
-// One token of one head: S, r, rho and the output o.
-void step(const Place& at, int32_t t, Scratch& s, float* o) {
+// One token of one head: S, which is `state`, r, rho and the output o.
+void step(const Place& at, int32_t t, Scratch& s, float* state, float* o) {
   const SwilaMix& op = at.op;
   const int32_t D = op.dim, J = op.mixtures;
-  float* state = op.state.at(at.slot()) + at.mixed() * D;
   const float* beta = op.beta.at(at.token(t)) + at.mixed();
-  if (op.gated) decay_state(at, t, state);
+  if (op.gated) decay_state(at, t, s.decay, state);
   make_prior(at, op.key_router, op.key_mix, op.posterior, t, s.mixed);
   make_prior(at, op.query_router, op.query_mix, op.prior, t, s.query);
 
@@ -140,7 +143,7 @@ void step(const Place& at, int32_t t, Scratch& s, float* o) {
     for (int32_t j = 0; j < J; ++j) {
       float* row = state + (int64_t(j) * D + d) * D;
       const auto i = size_t(j * D + d);
-      const float u = float(sigmoid(beta[i])) * s.mixed[i] * delta[size_t(j)];
+      const float u = s.written[i] = float(sigmoid(beta[i])) * s.mixed[i] * delta[size_t(j)];
       float sum = 0;
       for (int32_t e = 0; e < D; ++e) {
         row[e] += u * s.k[size_t(e)];
@@ -154,12 +157,42 @@ void step(const Place& at, int32_t t, Scratch& s, float* o) {
   std::copy(s.query.begin(), s.query.end(), op.prior.at(at.slot()) + at.mixed());
 }
 
+// The update of a token joins those that wait.
+void leave_waiting(const Place& at, int32_t count, const Scratch& s, float* pending) {
+  const PendingLayout layout = pending_layout(at.op);
+  for (int32_t i = 0; i < layout.keys(); ++i) {
+    const float decay = s.decay[size_t(i)];
+    pending[i] = count > 0 ? pending[i] * decay : decay;
+    for (int32_t u = 0; u < count; ++u) pending[layout.key_at(u) + i] *= decay;
+    pending[layout.key_at(count) + i] = s.k[size_t(i % layout.key_dim)];
+  }
+  std::copy(s.written.begin(), s.written.end(), pending + layout.value_at(count));
+}
+
+// A row's one token, whose heads leave their updates waiting (pending.h).
+void step_deferring(const Place& at, Scratch& s, float* state, float* o) {
+  const SwilaMix& op = at.op;
+  const PendingLayout layout = pending_layout(op);
+  const int32_t position = op.rows.first[at.row];
+  const int32_t count = pending_updates(position, op.rows.written[at.row], at.head);
+  float* const pending = op.pending.at(at.slot()) + int64_t(at.head) * layout.floats();
+  s.all.assign(state, state + int64_t(layout.values) * layout.key_dim);
+  if (count > 0) add_pending(layout, count, pending, s.all.data());
+  step(at, 0, s, s.all.data(), o);
+  if (writes_state(position, at.head)) {
+    std::copy(s.all.begin(), s.all.end(), state);
+  } else {
+    leave_waiting(at, count, s, pending);
+  }
+}
+
 void run_head(const Place& at, Scratch& s) {
   const SwilaMix& op = at.op;
   if (at.slot() == kPadding || at.count() == 0) return;
   const size_t mixed = s.mixed.size();
+  float* const state = op.state.at(at.slot()) + at.mixed() * op.dim;
   if (at.fresh()) {
-    std::fill_n(op.state.at(at.slot()) + at.mixed() * op.dim, mixed * size_t(op.dim), 0.0f);
+    std::fill_n(state, mixed * size_t(op.dim), 0.0f);
     if (op.key_mix) {
       const float uniform = 1 / float(op.mixtures);
       std::fill_n(op.posterior.at(at.slot()) + at.mixed(), mixed, uniform);
@@ -173,7 +206,11 @@ void run_head(const Place& at, Scratch& s) {
     l2_normalise(s.q);
     l2_normalise(s.k);
     float* o = op.out.at(at.token(t)) + at.channel();
-    step(at, t, s, o);
+    if (op.pending.data != nullptr && at.count() == 1) {
+      step_deferring(at, s, state, o);
+    } else {
+      step(at, t, s, state, o);
+    }
     float squares = 0;
     for (int32_t d = 0; d < op.dim; ++d) squares += o[d] * o[d];
     const float scale = 1 / std::sqrt(squares / float(op.dim) + op.norm_eps);

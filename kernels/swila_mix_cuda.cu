@@ -1,7 +1,10 @@
 #include "kernels/swila_mix_cuda.cuh"
 
+#include <algorithm>
 #include <climits>
 
+#include "kernels/long_rows_cuda.cuh"
+#include "kernels/resident_cuda.cuh"
 #include "kernels/swila_chunk_cuda.cuh"
 #include "kernels/swila_rows_cuda.cuh"
 
@@ -161,17 +164,24 @@ __device__ inline void run_token(const SwilaMix& op, const Place& place, bool wa
   keep_mixed<L>(op, place, mine);
 }
 
-// Rows of one token as a rule: a row of several is taken as several rows, one after the other. Rows
-// of more than tokens_most have been run already.
+// Rows of so many tokens; others are those of another kernel.
+struct Lengths {
+  int least = 1, most = INT_MAX;
+
+  __device__ bool have(int tokens) const { return least <= tokens && tokens <= most; }
+};
+
+// Rows of one token as a rule: a row of several is taken as several rows, one after the other.
 template <class L, bool kGated>
 __global__ __launch_bounds__(L::kThreads, L::kResident) void swila_mix_kernel(
-    const __grid_constant__ SwilaMix op, bool fresh_state, int tokens_most) {
+    const __grid_constant__ SwilaMix op, const __grid_constant__ Lengths lengths,
+    bool fresh_state) {
   __shared__ Shared<L> shared;
   let_successor_start();
   const int row = blockIdx.y, begin = op.rows.begin[row];
   const int tokens = op.rows.begin[row + 1] - begin;
   const Slot slot = op.rows.slot[row];
-  if (slot == kPadding || tokens == 0 || tokens > tokens_most) {
+  if (slot == kPadding || !lengths.have(tokens)) {
     wait_for_predecessor();
     return;
   }
@@ -186,18 +196,13 @@ __global__ __launch_bounds__(L::kThreads, L::kResident) void swila_mix_kernel(
   }
 }
 
-// Rows of several tokens.
+// A row of several tokens.
 template <class L, bool kGated>
-__global__ __launch_bounds__(L::kThreads, L::kResident) void swila_rows_kernel(
-    const __grid_constant__ SwilaMix op, int tokens_most) {
-  extern __shared__ __align__(16) unsigned char space[];
-  auto& shared = *reinterpret_cast<RowShared<L, kGated>*>(space);
-  let_successor_start();
-  wait_for_predecessor();
-  const int row = blockIdx.y, begin = op.rows.begin[row];
-  const int tokens = op.rows.begin[row + 1] - begin;
+__device__ inline void run_row(const SwilaMix& op, const Lengths& lengths, int row,
+                               RowShared<L, kGated>& shared) {
+  const int begin = op.rows.begin[row], tokens = op.rows.begin[row + 1] - begin;
   const Slot slot = op.rows.slot[row];
-  if (slot == kPadding || tokens == 0 || tokens > tokens_most) return;
+  if (slot == kPadding || !lengths.have(tokens)) return;
   const Place place = place_of<L>(blockIdx.x, begin, op.rows.first[row], slot);
   State<L> state;
   state.load(first_of_state<L>(op, place), place.fresh());
@@ -208,6 +213,31 @@ __global__ __launch_bounds__(L::kThreads, L::kResident) void swila_rows_kernel(
   state.store(first_of_state<L>(op, place));
   remember<L>(op, place, tokens, own);
   keep_mixed<L>(op, place, mine);
+}
+
+template <class L, bool kGated>
+__global__ __launch_bounds__(L::kThreads, L::kResident) void swila_rows_kernel(
+    const __grid_constant__ SwilaMix op, const __grid_constant__ Lengths lengths) {
+  extern __shared__ __align__(16) unsigned char space[];
+  let_successor_start();
+  wait_for_predecessor();
+  run_row<L, kGated>(op, lengths, blockIdx.y, *reinterpret_cast<RowShared<L, kGated>*>(space));
+}
+
+// Few blocks, for rows of several tokens of which a step has few or none.
+template <class L, bool kGated>
+__global__ __launch_bounds__(L::kThreads, L::kResident) void swila_few_kernel(
+    const __grid_constant__ SwilaMix op, const __grid_constant__ Lengths lengths) {
+  extern __shared__ __align__(16) unsigned char space[];
+  let_successor_start();
+  wait_for_predecessor();
+#pragma unroll 1
+  for (int k = blockIdx.y;; k += gridDim.y) {
+    const int row = row_among(op.rows, k, lengths.least, lengths.most);
+    if (row < 0) return;
+    run_row<L, kGated>(op, lengths, row, *reinterpret_cast<RowShared<L, kGated>*>(space));
+    __syncthreads();  // the last tile has left shared memory
+  }
 }
 
 // What the copies of rows of several tokens ask for.
@@ -221,28 +251,41 @@ bool inputs_aligned(const SwilaMix& op) {
 }
 
 template <class L, bool kGated>
-void start(const SwilaMix& op, Context& context, int tokens_most) {
+void start(const SwilaMix& op, Context& context, const Lengths& lengths) {
   const dim3 grid(op.heads, op.rows.count), block(L::kThreads);
   if (op.rows.tokens == op.rows.count || !inputs_aligned(op)) {
     return launch(context, {.grid = grid, .block = block}, swila_mix_kernel<L, kGated>, op,
-                  context.fresh_state, tokens_most);
+                  lengths, context.fresh_state);
   }
   constexpr size_t kBytes = sizeof(RowShared<L, kGated>);
-  WEIR_CUDA_CHECK(cudaFuncSetAttribute(swila_rows_kernel<L, kGated>,
-                                       cudaFuncAttributeMaxDynamicSharedMemorySize, int(kBytes)));
-  launch(context, {.grid = grid, .block = block, .shared = kBytes}, swila_rows_kernel<L, kGated>,
-         op, tokens_most);
+  const auto kernel = swila_rows_kernel<L, kGated>;
+  WEIR_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       int(kBytes)));
+  launch(context, {.grid = grid, .block = block, .shared = kBytes}, kernel, op, lengths);
+}
+
+template <class L, bool kGated>
+void start_few(const SwilaMix& op, Context& context, const Lengths& lengths) {
+  if (!inputs_aligned(op)) return start<L, kGated>(op, context, lengths);
+  constexpr size_t kBytes = sizeof(RowShared<L, kGated>);
+  const auto kernel = swila_few_kernel<L, kGated>;
+  WEIR_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       int(kBytes)));
+  const int room = L::kResident * context.multiprocessors / op.heads;
+  launch(context,
+         {.grid = dim3(op.heads, std::clamp(room, 1, op.rows.count)), .block = dim3(L::kThreads),
+          .shared = kBytes},
+         kernel, op, lengths);
 }
 
 template <class L>
-void start(const SwilaMix& op, Context& context, int tokens_most = INT_MAX) {
-  op.gated ? start<L, true>(op, context, tokens_most)
-           : start<L, false>(op, context, tokens_most);
+void start(const SwilaMix& op, Context& context, const Lengths& lengths = {}) {
+  op.gated ? start<L, true>(op, context, lengths) : start<L, false>(op, context, lengths);
 }
 
 bool aligned(const SwilaMix& op) {
   bool all = true;
-  for (const SlotState& part : {op.state, op.history, op.posterior, op.prior}) {
+  for (const SlotState& part : {op.state, op.history, op.posterior, op.prior, op.pending}) {
     all = all && reinterpret_cast<uintptr_t>(part.data) % 16 == 0 && part.stride % 4 == 0;
   }
   for (const float* taps : {op.conv_q, op.conv_k, op.conv_v}) {
@@ -251,26 +294,42 @@ bool aligned(const SwilaMix& op) {
   return all;
 }
 
+// Heads of four mixtures of 64x64.
+void run_largest(const SwilaMix& op, Context& context) {
+  const bool defers = op.pending.data != nullptr;
+  if (op.rows.tokens == op.rows.count && holds(op)) {
+    return defers ? run_deferring(op, context) : run_held(op, context);
+  }
+  using L = Layout<4, 64>;
+  Lengths lengths;
+  const int longest = op.rows.tokens - op.rows.count + 1;  // at most, if no row is empty
+  if (longest > swila_chunk::kStepTokensMost && swila_chunk::run(op, context)) {
+    if (op.rows.count == 1) return;
+    lengths.most = swila_chunk::kStepTokensMost;
+  }
+  if (!defers) return start<L>(op, context, lengths);
+  run_deferring(op, context);
+  lengths.least = 2;
+  op.gated ? start_few<L, true>(op, context, lengths) : start_few<L, false>(op, context, lengths);
+}
+
 }  // namespace
 }  // namespace swila
+
+bool defers(const SwilaMix& op, const Context& context) {
+  return swila::holds(op) && swila::aligned(op) && context.compute >= 80 &&
+         op.rows.tokens > resident::kTokensMost;
+}
 
 void run(const SwilaMix& op, Context& context) {
   if (op.rows.count == 0) return;
   WEIR_CHECK(op.rows.count <= 65535);
+  WEIR_CHECK(op.pending.data == nullptr || defers(op, context));
   const auto is = [&](int mixtures, int dim) {
     return op.mixtures == mixtures && op.dim == dim && op.conv_width == swila::kWidth &&
            swila::aligned(op);
   };
-  if (is(4, 64)) {
-    if (swila::holds(op)) return swila::run_held(op, context);
-    int tokens_most = INT_MAX;
-    const int longest = op.rows.tokens - op.rows.count + 1;  // at most, if no row is empty
-    if (longest > swila_chunk::kStepTokensMost && swila_chunk::run(op, context)) {
-      if (op.rows.count == 1) return;
-      tokens_most = swila_chunk::kStepTokensMost;
-    }
-    return swila::start<swila::Layout<4, 64>>(op, context, tokens_most);
-  }
+  if (is(4, 64)) return swila::run_largest(op, context);
   if (is(4, 32)) return swila::start<swila::Layout<4, 32>>(op, context);
   if (is(2, 64)) return swila::start<swila::Layout<2, 64>>(op, context);
   if (is(8, 64)) return swila::start<swila::Layout<8, 64>>(op, context);

@@ -197,9 +197,11 @@ __device__ inline float* history_of(const SwilaMix& op, const Place& place, int 
   return at(op.history, place.slot) + (i / L::D * channels + place.head * L::D + i % L::D);
 }
 
-// Rows of one token each, heads of four mixtures of 64x64 (swila_held_cuda.cu).
+// Rows of one token, heads of four mixtures of 64x64, if they are enough (swila_held_cuda.cu).
 bool holds(const SwilaMix& op);
 void run_held(const SwilaMix& op, Context& context);
+// The same with deferred writes (swila_deferring_cuda.cu). Longer rows are left alone.
+void run_deferring(const SwilaMix& op, Context& context);
 
 // Any number of mixtures, dim and width of the convolution (swila_any_cuda.cu); slow.
 void run_any(const SwilaMix& op, Context& context);

@@ -42,6 +42,7 @@ struct Rows {
   const int32_t* slot = nullptr;    // [count]; kPadding rows touch nothing
   const int32_t* first = nullptr;   // [count] position of the first token; 0: from a zero state
   const int32_t* begin = nullptr;   // [count + 1]
+  const int32_t* written = nullptr; // [count], read by ops with pending updates (pending.h)
   bool computed = false;            // an op of the same step writes first and begin
   // What the host knows of the rows that sequences fill; -1: nothing.
   int32_t singles = -1;             // those of one token are among so many first ones

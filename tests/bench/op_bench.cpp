@@ -1,97 +1,9 @@
 // Each op on its own: time, bytes that it cannot avoid, their rate, and its share of a copy's rate
 // measured in the same run. An op is repeated over memory that does not fit the cache.
-#include "kernels/op.h"
-#include "tests/bench/bench_util.h"
+#include "tests/bench/op_bench.h"
 
 namespace weir {
 namespace {
-
-class OpBench {
- public:
-  explicit OpBench(const BenchOptions& options)
-      : options_(options), backend_(bench_backend(options)), cpu_(options.device == "cpu") {
-    const DeviceInfo info = backend_->info();
-    copy_ = copy_rate(*backend_, size_t(cpu_ ? 256 : 2048) << 20);
-    results_["device"] = info.name;
-    results_["copy_gb_per_s"] = copy_ / 1e9;
-    std::printf("%s: copy %.0f GB/s (read + written)\n", info.name.c_str(), copy_ / 1e9);
-    std::printf("%-44s %6s %10s %10s %9s %7s\n", "op", "B", "us", "MB", "GB/s", "% copy");
-    pool_ = repeated(random_floats(size_t(1) << 24, 1.0f), pool_floats());
-    weights_ = repeated(random_bf16(size_t(1) << 24), weight_count());
-  }
-
-  bool cpu() const { return cpu_; }
-  bool wanted(const std::string& name) const {
-    return options_.only.empty() || name.find(options_.only) != std::string::npos;
-  }
-  int64_t pool_floats() const { return int64_t(cpu_ ? 16 : 1152) << 20; }
-  int64_t weight_count() const { return int64_t(cpu_ ? 64 : 1024) << 20; }
-  // The slots' parts of one layer of many, `floats` each, end to end as StatePool lays them out.
-  SlotState layer(int64_t number, int64_t slots, int64_t floats) const {
-    return {pool_ + number * slots * floats, floats};
-  }
-  const uint16_t* weights() const { return weights_; }
-  template <typename T>
-  T* put(const std::vector<T>& values) {
-    T* data = static_cast<T*>(backend_->allocate(values.size() * sizeof(T)));
-    backend_->upload(data, values.data(), values.size() * sizeof(T));
-    backend_->finish();
-    return data;
-  }
-  // `values` again and again, `count` numbers in all: a multiple of their number.
-  template <typename T>
-  T* repeated(const std::vector<T>& values, int64_t count) {
-    const T* once = put(values);
-    T* data = static_cast<T*>(backend_->allocate(size_t(count) * sizeof(T)));
-    for (int64_t at = 0; at < count; at += int64_t(values.size())) {
-      backend_->copy(data + at, once, values.size() * sizeof(T));
-    }
-    backend_->finish();
-    return data;
-  }
-  Acts acts(int64_t tokens, int64_t dim, float scale = 1) {
-    return {put(random_floats(size_t(tokens * dim), scale)), dim};
-  }
-  Rows rows(int32_t count, int32_t first) {
-    std::vector<int32_t> slot, firsts(size_t(count), first), begin{0};
-    for (int32_t i = 0; i < count; ++i) {
-      slot.push_back(i);
-      begin.push_back(i + 1);
-    }
-    return {.count = count, .tokens = count, .slot = put(slot), .first = put(firsts),
-            .begin = put(begin)};
-  }
-
-  bool split_vectors() const { return options_.vectors == "split"; }
-
-  void time(const std::string& name, int32_t batch, const Program& program) {
-    time(name, batch, program, cost(program.front()));
-  }
-  // The same of an op whose floor the op alone does not say.
-  void time(const std::string& name, int32_t batch, const Program& program, const Cost& floor) {
-    const double seconds = median_seconds(3, cpu_ ? 5 : 21, [&] {
-      backend_->run(program);
-      backend_->finish();
-    }) / double(program.size());
-    const double rate = double(floor.bytes) / seconds;
-    std::printf("%-44s %6d %10.2f %10.2f %9.0f %6.1f%%\n", name.c_str(), batch, seconds * 1e6,
-                double(floor.bytes) / 1e6, rate / 1e9, 100 * rate / copy_);
-    std::fflush(stdout);
-    results_["ops"].push_back({{"op", name}, {"batch", batch}, {"us", seconds * 1e6},
-                               {"bytes", floor.bytes}, {"flops", floor.flops},
-                               {"gb_per_s", rate / 1e9}, {"of_copy", rate / copy_}});
-  }
-  void save() const { write_json(options_, results_); }
-
- private:
-  BenchOptions options_;
-  std::unique_ptr<Backend> backend_;
-  bool cpu_;
-  double copy_ = 0;
-  nlohmann::json results_;
-  float* pool_ = nullptr;
-  uint16_t* weights_ = nullptr;
-};
 
 struct Mixer {
   const char* name;
@@ -100,11 +12,15 @@ struct Mixer {
   int32_t key_heads = 16, value_heads = 16, key_dim = 128, value_dim = 128;
 };
 
-void bench_mixer(OpBench& bench, const Mixer& m, int32_t batch) {
-  if (!bench.wanted(m.name)) return;
+// With writes deferred, where the backend does so.
+void bench_mixer(OpBench& bench, const Mixer& m, int32_t batch, bool defers) {
+  const std::string name = m.name + std::string(defers ? ", deferred" : "");
+  if (!bench.wanted(name)) return;
   const int32_t K = m.key_heads * m.key_dim, V = m.value_heads * m.value_dim;
   const int64_t state = int64_t(V) * m.key_dim, history = 3 * (2 * int64_t(K) + V);
-  const int64_t stride = state + history;
+  const PendingLayout layout{.values = m.value_dim, .key_dim = m.key_dim};
+  const int64_t waiting = defers ? m.value_heads * layout.floats() : 0;
+  const int64_t stride = state + history + waiting;
   const int64_t copies = std::clamp<int64_t>(bench.pool_floats() / (stride * batch), 1, 128);
   DeltaMix op{.rows = bench.rows(batch, 100), .key_heads = m.key_heads,
               .value_heads = m.value_heads, .key_dim = m.key_dim, .value_dim = m.value_dim,
@@ -126,13 +42,15 @@ void bench_mixer(OpBench& bench, const Mixer& m, int32_t batch) {
     op.beta = bench.acts(batch, m.value_heads);
   }
   if (m.gate) op.gate = bench.acts(batch, V);
+  if (defers && !bench.defers(op)) return;
   Program program;
   for (int64_t i = 0; i < copies; ++i) {
     op.state = bench.layer(i, batch, stride);
     op.history = op.state.from(state);
+    if (defers) op.pending = op.state.from(state + history);
     program.push_back(op);
   }
-  bench.time(m.name, batch, program);
+  bench.time(name, batch, program);
 }
 
 struct SwilaKind {
@@ -140,12 +58,16 @@ struct SwilaKind {
   bool gated, temporal;
 };
 
-// 16 heads of four mixtures of 64x64: a GDN's 16 heads of 128x128 in bytes.
-void bench_swila(OpBench& bench, const SwilaKind& kind, int32_t batch) {
-  if (!bench.wanted(kind.name)) return;
+// 16 heads of four mixtures of 64x64: a GDN's 16 heads of 128x128 in bytes. As bench_mixer().
+void bench_swila(OpBench& bench, const SwilaKind& kind, int32_t batch, bool defers) {
+  const std::string name = kind.name + std::string(defers ? ", deferred" : "");
+  if (!bench.wanted(name)) return;
   const int32_t heads = 16, J = 4, D = 64, channels = heads * D, mixed = channels * J;
   const int64_t state = int64_t(mixed) * D, priors = kind.temporal ? 2 * mixed : 0;
-  const int64_t stride = state + priors + 9 * channels;
+  const PendingLayout layout =
+      pending_layout(SwilaMix{.mixtures = J, .dim = D, .gated = kind.gated});
+  const int64_t kept = state + priors + 9 * channels;
+  const int64_t stride = kept + (defers ? heads * layout.floats() : 0);
   const int64_t copies = std::clamp<int64_t>(bench.pool_floats() / (stride * batch), 1, 128);
   SwilaMix op{.rows = bench.rows(batch, 100), .heads = heads, .mixtures = J, .dim = D,
               .q = bench.acts(batch, channels), .k = bench.acts(batch, channels),
@@ -165,15 +87,17 @@ void bench_swila(OpBench& bench, const SwilaKind& kind, int32_t batch) {
     op.decay_a = bench.put(std::vector<float>(size_t(heads * J), 0.5f));
     op.dt_bias = bench.acts(1, mixed).data;
   }
+  if (defers && !bench.defers(op)) return;
   Program program;
   for (int64_t i = 0; i < copies; ++i) {
     op.state = bench.layer(i, batch, stride);
     op.posterior = op.state.from(state);
     op.prior = op.state.from(state + priors / 2);
     op.history = op.state.from(state + priors);
+    if (defers) op.pending = op.state.from(kept);
     program.push_back(op);
   }
-  bench.time(kind.name, batch, program);
+  bench.time(name, batch, program);
 }
 
 struct OuterKind {
@@ -346,18 +270,22 @@ void bench_all(OpBench& bench) {
   const std::vector<int32_t> batches =
       bench.cpu() ? std::vector<int32_t>{1, 8} : std::vector<int32_t>{1, 8, 32, 128, 512, 1024};
   for (const int32_t batch : batches) {
-    bench_mixer(bench, {"delta_mix DeltaNet 16x128x128", Decay::None, false, false}, batch);
-    bench_mixer(bench, {"delta_mix GDN 16x128x128", Decay::PerHead, false, true}, batch);
-    bench_mixer(bench, {"delta_mix KDA 16x128x128", Decay::PerChannel, false, true}, batch);
-    bench_mixer(bench, {"delta_mix GDN-2 16x128x128", Decay::PerChannel, true, true}, batch);
-    bench_mixer(bench, {"delta_mix GDN 16/32x128x128", Decay::PerHead, false, true, 16, 32}, batch);
-    bench_mixer(bench, {"delta_mix GDN 6x256x512", Decay::PerHead, false, true, 6, 6, 256, 512},
-                batch);
-    for (const SwilaKind& kind : {SwilaKind{"swila_mix plain 16x4x64x64", false, false},
-                                  {"swila_mix temporal 16x4x64x64", false, true},
-                                  {"swila_mix gated 16x4x64x64", true, false},
-                                  {"swila_mix gated, temporal 16x4x64x64", true, true}}) {
-      bench_swila(bench, kind, batch);
+    for (const bool defers : {false, true}) {
+      for (const Mixer& m :
+           {Mixer{"delta_mix DeltaNet 16x128x128", Decay::None, false, false},
+            {"delta_mix GDN 16x128x128", Decay::PerHead, false, true},
+            {"delta_mix KDA 16x128x128", Decay::PerChannel, false, true},
+            {"delta_mix GDN-2 16x128x128", Decay::PerChannel, true, true},
+            {"delta_mix GDN 16/32x128x128", Decay::PerHead, false, true, 16, 32},
+            {"delta_mix GDN 6x256x512", Decay::PerHead, false, true, 6, 6, 256, 512}}) {
+        bench_mixer(bench, m, batch, defers);
+      }
+      for (const SwilaKind& kind : {SwilaKind{"swila_mix plain 16x4x64x64", false, false},
+                                    {"swila_mix temporal 16x4x64x64", false, true},
+                                    {"swila_mix gated 16x4x64x64", true, false},
+                                    {"swila_mix gated, temporal 16x4x64x64", true, true}}) {
+        bench_swila(bench, kind, batch, defers);
+      }
     }
     using By = OuterStep::Decay;
     for (const OuterKind& kind :

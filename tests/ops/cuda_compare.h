@@ -70,6 +70,11 @@ class Side {
   void compare(const float* data, size_t count, const std::string& name) {
     outputs_.push_back({name, data, count, int64_t(count), int64_t(count)});
   }
+  // The first `dim` numbers of each `stride`.
+  void compare(const float* data, size_t count, int64_t dim, int64_t stride,
+               const std::string& name) {
+    outputs_.push_back({name, data, count, dim, stride});
+  }
   std::vector<float> read(const float* data, size_t count) {
     std::vector<float> values(count);
     backend_->download(values.data(), data, count * sizeof(float));

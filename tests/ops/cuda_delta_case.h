@@ -20,6 +20,8 @@ struct DeltaCase {
 
 inline void PrintTo(const DeltaCase& c, std::ostream* to) { *to << c.name; }
 
+// Where steps say what is written, writes are deferred, and what waits is added in the end: how it
+// waits is the backend's own.
 inline Program delta_program(Side& side, const DeltaCase& c, const Steps& steps) {
   const int32_t T = steps.tokens(), keys = c.key_heads * c.key_dim,
                 values = c.value_heads * c.value_dim;
@@ -66,13 +68,25 @@ inline Program delta_program(Side& side, const DeltaCase& c, const Steps& steps)
   const int64_t state = int64_t(c.value_heads) * c.value_dim * c.key_dim;
   const int32_t kept = 2 * keys + (c.values_ready ? 0 : values);
   const int64_t history = int64_t(std::max(0, c.conv - 1)) * kept;
-  const int64_t stride = state + history + 32;  // a part of larger slots
+  const bool defers = !steps.written.empty();
+  const int64_t waiting = defers ? c.value_heads * pending_layout(op).floats() : 0;
+  const int64_t stride = state + history + waiting + 32;  // a part of larger slots
   const auto slots = size_t(steps.slots() * stride);
-  op.state = {side.floats(slots, 0.3f), stride};
+  std::vector<float> memory = side.normal(slots, 0.3f);
+  if (defers) {
+    poison_fresh(steps, state + history, stride, memory);
+    poison_waiting(steps, c.value_heads, pending_layout(op), stride, state + history, memory);
+  }
+  op.state = {side.put(memory), stride};
   if (c.conv > 1) op.history = op.state.from(state);
-  side.compare(op.state.data, slots, "slots");
+  side.compare(op.state.data, slots, defers ? state + history : int64_t(slots),
+               defers ? stride : int64_t(slots), "slots");
   op.out = side.out(T, values, "out");
-  return {op};
+  if (!defers) return {op};
+  op.pending = op.state.from(state + history);
+  return {op, FlushPending{.rows = after(steps).put(side), .heads = c.value_heads,
+                           .layout = pending_layout(op), .state = op.state,
+                           .pending = op.pending}};
 }
 
 }  // namespace weir

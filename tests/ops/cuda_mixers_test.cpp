@@ -101,7 +101,7 @@ TEST_F(CudaDeltaMix, ManyRowsOfSlicesOfEveryKind) {
   }
 }
 
-// Heads of 128x128 that are more than a thousand pass through shared memory.
+// Heads of 128x128, more than run at one time.
 TEST_F(CudaDeltaMix, ManyRowsOfManyHeads) {
   for (const auto& [keys, values] : {std::pair{16, 16}, {4, 16}, {6, 18}}) {
     DeltaCase c{.name = "KDA, " + std::to_string(keys) + " and " + std::to_string(values) +

@@ -37,19 +37,60 @@ TEST_F(CudaSwila, EveryVariantAndSize) {
 
 // So many heads that blocks hold one each, two on a multiprocessor, from more than a thousand on
 // through shared memory; padding and fresh rows between.
-TEST_F(CudaSwila, ManyRows) {
+Steps many_rows() {
   Steps many{{}, {}, {0}};
   for (int32_t row = 0; row < 120; ++row) {
     many.slot.push_back(row % 7 == 3 ? kPadding : row);
     many.first.push_back(row % 5 == 2 ? 0 : row);
     many.begin.push_back(row + 1);
   }
+  return many;
+}
+
+TEST_F(CudaSwila, ManyRows) {
+  const Steps many = many_rows();
   for (const bool temporal : {false, true}) {
     for (const bool gated : {false, true}) {
       for (const int32_t heads : {3, 9}) {
         const SwilaCase c{.heads = heads, .temporal = temporal, .gated = gated};
         same("swila_mix many rows, " + std::to_string(heads) + " heads, " + c.name(), 1e-5,
              [&](Side& side) { return swila_program(side, c, many); });
+      }
+    }
+  }
+}
+
+// Every turn of the heads' writes, and every number of updates that wait.
+TEST_F(CudaSwila, DeferredWrites) {
+  const Steps many = many_rows();
+  for (const bool temporal : {false, true}) {
+    for (const bool gated : {false, true}) {
+      for (const int32_t heads : {4, 9}) {
+        const SwilaCase c{.heads = heads, .temporal = temporal, .gated = gated, .defers = true};
+        const std::string name = std::to_string(heads) + " heads, " + c.name();
+        same("swila_mix decode, " + name, 1e-5,
+             [&](Side& side) { return swila_program(side, c, kDecode); });
+        same("swila_mix many rows, " + name, 1e-5,
+             [&](Side& side) { return swila_program(side, c, many); });
+      }
+    }
+  }
+}
+
+// Rows of one token defer their writes, longer ones beside them do not. Those of more than eight
+// tokens are computed from operands of half precision.
+TEST_F(CudaSwila, DeferredWritesAmongLongerRows) {
+  const std::vector<int32_t> shorter = {1, 4, 0, 1, 1, 8, 2, 1, 1};
+  for (const bool temporal : {false, true}) {
+    for (const bool gated : {false, true}) {
+      const SwilaCase c{.heads = 4, .temporal = temporal, .gated = gated, .value_scale = 1,
+                        .defers = true};
+      for (const bool known : {false, true}) {
+        const std::string name = c.name() + (known ? ", known rows" : "");
+        same("swila_mix shorter rows, " + name, 3e-5,
+             [&](Side& side) { return swila_program(side, c, rows_of(shorter, known)); });
+        same("swila_mix longer rows, " + name, 1e-3,
+             [&](Side& side) { return swila_program(side, c, rows_of(kMixed, known)); });
       }
     }
   }

@@ -13,16 +13,38 @@ struct SwilaCase {
   float beta_shift = 0;   // small ones write weakly
   float dt_shift = 0;     // of the gates: small ones remember
   float decay_scale = 0;  // every exp(A_log), if not random
+  bool defers = false;    // writes; what waits in the end is added
 
   std::string name() const {
     return std::to_string(mixtures) + " of " + std::to_string(dim) + ", width " +
            std::to_string(conv) + (gated ? ", gated" : "") + (temporal ? ", temporal" : "") +
            (dt_shift != 0 ? ", gates " + std::to_string(int(dt_shift)) : "") +
+           (defers ? ", deferred" : "") +
            (decay_scale != 0 ? ", decays " + std::to_string(decay_scale) : "") +
            (query_shift != 0 ? ", queries " + std::to_string(int(query_shift)) : "") +
            (beta_shift != 0 ? ", beta " + std::to_string(int(beta_shift)) : "");
   }
 };
+
+// Rows of one token have any number of updates waiting, or none, of which the op is told; it is
+// followed by a FlushPending of what waits then.
+inline void add_pending(Side& side, const Steps& steps, Program& program) {
+  auto& op = std::get<SwilaMix>(program.front());
+  const PendingLayout layout = pending_layout(op);
+  const int64_t stride = int64_t(op.heads) * layout.floats() + 16;
+  std::vector<float> pending = side.normal(size_t(steps.slots() * stride), 0.3f);
+  for (int64_t i = 0; i < int64_t(pending.size()); ++i) {
+    float& x = pending[size_t(i)];
+    if (i % stride % layout.floats() >= layout.keys()) continue;
+    x = op.gated ? 1 / (1 + std::fabs(x)) : 1;  // a decay
+  }
+  const Steps now = deferring(steps);
+  poison_waiting(now, op.heads, layout, stride, 0, pending);
+  op.rows.written = side.put(now.written);
+  op.pending = {side.put(pending), stride};
+  program.push_back(FlushPending{.rows = after(now).put(side), .heads = op.heads,
+                                 .layout = layout, .state = op.state, .pending = op.pending});
+}
 
 inline Program swila_program(Side& side, const SwilaCase& c, const Steps& steps) {
   const int32_t T = steps.tokens(), channels = c.heads * c.dim, mixed = channels * c.mixtures;
@@ -67,7 +89,9 @@ inline Program swila_program(Side& side, const SwilaCase& c, const Steps& steps)
   op.history = op.state.from(priors);
   side.compare(op.state.data, slots.size(), "slots");
   op.out = side.out(T, channels, "out");
-  return {op};
+  Program program = {op};
+  if (c.defers) add_pending(side, steps, program);
+  return program;
 }
 
 }  // namespace weir
