@@ -43,14 +43,15 @@ absl::Status check_vectors(const std::string& vectors, const std::string& device
 
 absl::StatusOr<std::unique_ptr<Backend>> open_device(const std::string& name,
                                                      const CpuOptions& cpu,
-                                                     const std::string& vectors) {
+                                                     const std::string& vectors,
+                                                     bool defer_writes) {
   if (absl::Status status = check_device(name); !status.ok()) return status;
   if (absl::Status status = check_vectors(vectors, name); !status.ok()) return status;
   const int gpu = *gpu_of(name);
   if (gpu < 0) return make_cpu_backend(cpu);
   std::string error;
-  std::unique_ptr<Backend> backend =
-      make_cuda_backend(gpu, &error, {.bf16_vectors = vectors == "bf16"});
+  std::unique_ptr<Backend> backend = make_cuda_backend(
+      gpu, &error, {.bf16_vectors = vectors == "bf16", .defer_writes = defer_writes});
   if (backend == nullptr) return absl::UnavailableError(absl::StrCat(name, ": ", error));
   return backend;
 }

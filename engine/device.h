@@ -15,9 +15,11 @@ absl::Status check_device(const std::string& name);  // the name alone
 // Refused when the device has no such choice.
 absl::Status check_vectors(const std::string& vectors, const std::string& device);
 
-// `cpu` is for a device of that name. Unavailable when the machine has no such device.
+// `cpu` is for a device of that name, what follows for a GPU (CudaOptions). Unavailable when the
+// machine has no such device.
 absl::StatusOr<std::unique_ptr<Backend>> open_device(const std::string& name,
                                                      const CpuOptions& cpu = {},
-                                                     const std::string& vectors = "split");
+                                                     const std::string& vectors = "split",
+                                                     bool defer_writes = true);
 
 }  // namespace weir

@@ -241,8 +241,8 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
   Program program;
   const int32_t tokens = shape.tokens;
   const Rows rows{.count = shape.rows, .tokens = tokens, .slot = arrays.slot,
-                  .first = arrays.first, .begin = arrays.begin, .singles = shape.singles,
-                  .longer = shape.longer};
+                  .first = arrays.first, .begin = arrays.begin, .written = arrays.written,
+                  .singles = shape.singles, .longer = shape.longer};
   Residual residual(spec, tokens, workspace, program);
   const Acts normed = workspace.take(tokens, spec.dim);
   program.push_back(Embed{.tokens = tokens,
@@ -272,6 +272,7 @@ Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePoo
                        .page_tokens = limits.page_tokens};
     if (pool != nullptr) {
       layer.state = pool->layer_state(int32_t(i));
+      layer.pending = pool->layer_pending(int32_t(i));
       layer.pages = pool->layer_pages(int32_t(i));
       layer.page_stride = pool->page_floats();
     }

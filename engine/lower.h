@@ -24,6 +24,7 @@ struct StepArrays {
   const int32_t* slot = nullptr;            // [rows]
   const int32_t* first = nullptr;           // [rows]
   const int32_t* begin = nullptr;           // [rows + 1]
+  const int32_t* written = nullptr;         // [rows], see Rows
   const int32_t* page_table = nullptr;      // [rows, pages_per_row]
   int32_t pages_per_row = 0;
   const int32_t* output_token = nullptr;    // [outputs]
@@ -74,12 +75,14 @@ struct LayerContext {
   int32_t wanted = 0;
   Acts picked;
   SlotState state;      // the layer's part of the slots
+  SlotState pending;    // what waits of them, where their writes are deferred
   float* pages = nullptr;
   int64_t page_stride = 0;
   int32_t page_tokens = 0;
 };
 
-// A whole step: embedding, layers, head, sampling.
+// A whole step: embedding, layers, head, sampling. With writes deferred where the pool has room for
+// them: see keep_deferred().
 Program lower(const ModelSpec& spec, const ModelWeights& weights, const StatePool* pool,
               const Limits& limits, const StepArrays& arrays, const StepShape& shape,
               Workspace& workspace);

@@ -123,7 +123,8 @@ void lower(const DeltaMixer& m, const DeltaWeights& w, LayerContext& layer) {
                .gate_activation = m.output_gate == OutputGate::LowRankSigmoid ? Activation::Sigmoid
                                                                               : Activation::Silu,
                .state = layer.state,
-               .history = layer.state.from(int64_t(state_size(m).recurrent / sizeof(float)))};
+               .history = layer.state.from(int64_t(state_size(m).recurrent / sizeof(float))),
+               .pending = layer.pending};
   if (w.f0) mix.decay_in = lower_linear(layer, w.f1, nullptr, f0.of(low));
   if (w.g0) mix.gate = lower_linear(layer, w.g1, w.g1_bias, g0.of(low));
   if (m.strength == Strength::Beta) {

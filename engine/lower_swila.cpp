@@ -82,7 +82,8 @@ void lower(const SwilaMixer& m, const SwilaWeights& w, LayerContext& layer) {
                .state = layer.state,
                .posterior = layer.state.from(matrices),
                .prior = layer.state.from(matrices + priors),
-               .history = layer.state.from(matrices + 2 * priors)};
+               .history = layer.state.from(matrices + 2 * priors),
+               .pending = layer.pending};
   if (m.gated) mix.decay_in = up(w.decay, decay);
   mix.out = layer.workspace.take(layer.rows.tokens, int64_t(m.heads) * m.head_dim);
   layer.program.push_back(mix);

@@ -34,6 +34,21 @@ StepShape mixed(const StepShape& shape, int32_t step_tokens) {
 
 }  // namespace
 
+StepShape shape_of(const StepBatch& batch) {
+  StepShape shape{int32_t(batch.rows.size()), int32_t(batch.tokens.size()),
+                  int32_t(batch.outputs.size())};
+  if (shape.rows == shape.tokens) return shape;
+  shape.singles = shape.longer = 0;
+  for (int32_t r = 0; r < shape.rows; ++r) {
+    if (batch.rows[size_t(r)].count == 1) {
+      shape.singles = r + 1;
+    } else {
+      ++shape.longer;
+    }
+  }
+  return shape;
+}
+
 StepShape padded_shape(const StepShape& shape, const Limits& limits) {
   if (shape.rows == 0) return shape;
   if (shape.rows == shape.tokens) {

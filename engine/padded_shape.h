@@ -1,10 +1,13 @@
 #pragma once
 #include "engine/limits.h"
 #include "engine/lower.h"
+#include "engine/scheduler.h"
 
 namespace weir {
 
 inline constexpr int32_t kLongerMany = 16;
+
+StepShape shape_of(const StepBatch& batch);
 
 // What a step's shape is padded to where the backend remembers programs, so that few shapes repeat:
 // a step of one token a row to one of a few counts of rows; a step of several rows of which some

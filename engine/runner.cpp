@@ -5,6 +5,7 @@
 #include <numeric>
 #include <unordered_map>
 
+#include "engine/deferred_writes.h"
 #include "engine/lower.h"
 #include "engine/padded_shape.h"
 #include "engine/staging.h"
@@ -24,7 +25,8 @@ struct ShapeHash {
 
 struct Lowered {
   Program program;
-  size_t bytes = 0;  // its floor
+  size_t bytes = 0;     // its floor
+  bool defers = false;  // the writes of states, of rows of one token
 };
 
 // Programs are cheap to make again; the cache only has to hold what a busy hour repeats.
@@ -33,36 +35,11 @@ constexpr size_t kProgramsKept = 1024;
 // Tokens of the smallest step of prompts that is tried at the start.
 constexpr int32_t kPromptsWarmed = 128;
 
-int32_t pages_per_row(const Limits& limits) {
-  const int64_t longest = int64_t(limits.prompt_tokens) + limits.new_tokens;
-  const int64_t pages = (longest + limits.page_tokens - 1) / limits.page_tokens;
-  return int32_t(std::min<int64_t>(pages, limits.pages));
-}
-
-StepShape largest_step(const Limits& limits) {
-  return {limits.slots + kStepPadding, limits.step_tokens, limits.step_tokens};
-}
-
 size_t input_bytes(const Limits& limits) {
   return StepInputs(largest_step(limits), pages_per_row(limits)).layout.bytes();
 }
 size_t answer_bytes(const Limits& limits) { return StepOutputs(limits.step_tokens).layout.bytes(); }
 size_t token_bytes(const Limits& limits) { return size_t(limits.step_tokens) * sizeof(Token); }
-
-StepShape shape_of(const StepBatch& batch) {
-  StepShape shape{int32_t(batch.rows.size()), int32_t(batch.tokens.size()),
-                  int32_t(batch.outputs.size())};
-  if (shape.rows == shape.tokens) return shape;
-  shape.singles = shape.longer = 0;
-  for (int32_t r = 0; r < shape.rows; ++r) {
-    if (batch.rows[size_t(r)].count == 1) {
-      shape.singles = r + 1;
-    } else {
-      ++shape.longer;
-    }
-  }
-  return shape;
-}
 
 int64_t workspace_floats(const ModelSpec& spec, const Limits& limits) {
   // One output less, and outputs are picked within the last layer, where they take other room.
@@ -94,6 +71,7 @@ struct Runner::Impl {
         backend(backend),
         kv_bytes_per_token(state_size(model.spec).kv_per_token),
         pages(pages_per_row(limits)),
+        writes(model, pool, limits),
         in(input_bytes(limits), backend),
         device_out(static_cast<std::byte*>(backend.allocate(answer_bytes(limits)))),
         read(static_cast<Token*>(backend.allocate(token_bytes(limits)))) {
@@ -115,9 +93,16 @@ struct Runner::Impl {
   }
 
   void fill_rows(const StepBatch& batch, const StepInputs& at);
+  bool fill_written(const StepBatch& batch, bool defers, const StepInputs& at) {
+    return writes.advance(batch.rows, defers, in.host(at.written), in.host(at.flushed));
+  }
+  void copy(const SlotCopy& copy) {
+    pool.copy_slot(copy.to, copy.from);
+    writes.copy(copy);
+  }
   void fill_outputs(const StepBatch& batch, const StepInputs& at);
   void fill_padding(const StepShape& shape, const StepShape& to, const StepInputs& at);
-  void run(const StepShape& shape, const StepInputs& at);
+  void run(const StepShape& shape, const StepInputs& at, bool flushes = false);
   // Tokens of a row of a warm-up, which its pages hold.
   int64_t row_most() const {
     const int64_t held = limits.pages > 0 ? int64_t(pages) * limits.page_tokens : INT64_MAX;
@@ -138,6 +123,7 @@ struct Runner::Impl {
   Backend& backend;
   const size_t kv_bytes_per_token;
   const int32_t pages;        // page table entries a row
+  DeferredWrites writes;
   Staging in;
   std::byte* device_out;      // answers, laid out as StepOutputs says
   std::vector<std::byte> host_out[Scheduler::kStepsOut];  // in turn
@@ -203,6 +189,7 @@ void Runner::Impl::fill_padding(const StepShape& shape, const StepShape& to,
   for (int32_t row = shape.rows, token = shape.tokens; row < to.rows; ++row) {
     in.host(at.slot)[row] = kPadding;
     in.host(at.first)[row] = 1;
+    in.host(at.written)[row] = in.host(at.flushed)[row] = 1;
     in.host(at.begin)[row + 1] = row + 1 < to.rows ? ++token : to.tokens;
   }
   for (int32_t output = shape.outputs; output < to.outputs; ++output) {
@@ -216,8 +203,16 @@ void Runner::Impl::fill_padding(const StepShape& shape, const StepShape& to,
   }
 }
 
-void Runner::Impl::run(const StepShape& shape, const StepInputs& at) {
+// flushes: before it, what at.flushed says is added to states.
+void Runner::Impl::run(const StepShape& shape, const StepInputs& at, bool flushes) {
   in.upload(at.layout.bytes(), backend);
+  if (flushes && pool.defers_writes()) {
+    const Program& flush =
+        writes.flush({.count = shape.rows, .slot = in.device(at.slot),
+                      .first = in.device(at.first), .written = in.device(at.flushed)});
+    backend.run(flush);
+    bytes += cost(flush).bytes;
+  }
   if (!edits.empty()) {
     backend.upload(device_edits, edits.data(), edits.size() * sizeof(LogitEdit));
   }
@@ -241,7 +236,7 @@ void Runner::Impl::warm_up() {
     in.host(at.begin)[0] = 0;
     in.host(at.edit_begin)[0] = 0;
     fill_padding({}, shape, at);
-    for (int times = 0; times < 2; ++times) run(shape, at);
+    for (int times = 0; times < 2; ++times) run(shape, at, times == 0);
     backend.finish();
   }
   int64_t rows = limits.slots;  // of prompts, each with pages of its own
@@ -271,6 +266,7 @@ void Runner::Impl::warm_up_prompts(int32_t tokens) {
   const StepShape shape = shape_of(batch);
   const StepInputs at(shape, pages);
   fill_rows(batch, at);
+  fill_written(batch, lowered(shape).defers, at);
   fill_outputs(batch, at);
   run(shape, at);
   backend.finish();
@@ -283,6 +279,7 @@ const Lowered& Runner::Impl::lowered(const StepShape& shape) {
   const StepArrays arrays = device_arrays(shape);
   Lowered made;
   made.program = lower(model.spec, model.weights, &pool, limits, arrays, shape, space);
+  made.defers = keep_deferred(made.program, backend);
   made.bytes = cost(made.program).bytes;
   return programs.emplace(shape, std::move(made)).first->second;
 }
@@ -299,6 +296,7 @@ StepArrays Runner::Impl::device_arrays(const StepShape& shape) const {
           .slot = in.device(at.slot),
           .first = in.device(at.first),
           .begin = in.device(at.begin),
+          .written = in.device(at.written),
           .page_table = in.device(at.page_table),
           .pages_per_row = pages,
           .output_token = in.device(at.output_token),
@@ -352,12 +350,13 @@ void Runner::begin(const StepBatch& batch) {
   const StepShape padded =
       self.backend.remembers_programs() ? padded_shape(shape, self.limits) : shape;
   const StepInputs at(padded, self.pages);
+  for (const SlotCopy& copy : batch.starts) self.copy(copy);
   self.fill_rows(batch, at);
+  const bool flushes = self.fill_written(batch, self.lowered(padded).defers, at);
   self.fill_outputs(batch, at);
   self.fill_padding(shape, padded, at);
-  for (const SlotCopy& copy : batch.starts) self.pool.copy_slot(copy.to, copy.from);
-  self.run(padded, at);
-  for (const SlotCopy& copy : batch.keeps) self.pool.copy_slot(copy.to, copy.from);
+  self.run(padded, at, flushes);
+  for (const SlotCopy& copy : batch.keeps) self.copy(copy);
 
   const size_t turn = self.steps_begun++ % Scheduler::kStepsOut;
   Begun& step = self.begun[turn];

@@ -1,5 +1,7 @@
 #include "engine/spec.h"
 
+#include "kernels/pending.h"
+
 namespace weir {
 namespace {
 
@@ -86,6 +88,22 @@ StateSize size_of(const MomMixer& m) {
           .conv = size_t(m.states()) * history_bytes(m.conv, size_t(m.conv_channels()))};
 }
 
+size_t waiting_of(int32_t heads, const PendingLayout& layout) {
+  return size_t(heads) * size_t(layout.floats()) * kFloat;
+}
+size_t waiting_of(const DeltaMixer& m) {
+  return waiting_of(m.value_heads, {.values = m.value_dim, .key_dim = m.key_dim});
+}
+size_t waiting_of(const SwilaMixer& m) {
+  return waiting_of(m.heads, {.values = m.mixtures * m.head_dim,
+                              .key_dim = m.head_dim,
+                              .groups = m.gated ? m.mixtures : 1});
+}
+template <typename Mixer>
+size_t waiting_of(const Mixer&) {
+  return 0;
+}
+
 }  // namespace
 
 int32_t LinearMixer::feature_dim() const {
@@ -115,6 +133,16 @@ StateSize state_size(const LayerSpec& layer, int32_t dim) {
 StateSize state_size(const ModelSpec& spec) {
   StateSize sum;
   for (const LayerSpec& layer : spec.layers) sum += state_size(layer, spec.dim);
+  return sum;
+}
+
+size_t waiting_bytes(const LayerSpec& layer) {
+  return std::visit([](const auto& m) { return waiting_of(m); }, layer.mixer);
+}
+
+size_t waiting_bytes(const ModelSpec& spec) {
+  size_t sum = 0;
+  for (const LayerSpec& layer : spec.layers) sum += waiting_bytes(layer);
   return sum;
 }
 

@@ -283,5 +283,9 @@ struct StateSize {
 StateSize state_size(const Mixer& mixer);
 StateSize state_size(const LayerSpec& layer, int32_t dim);  // the mixer's, then the MLP's
 StateSize state_size(const ModelSpec& spec);
+// What waits beside a layer's states where their writes are deferred (kernels/pending.h): further
+// bytes of a slot.
+size_t waiting_bytes(const LayerSpec& layer);
+size_t waiting_bytes(const ModelSpec& spec);
 
 }  // namespace weir

@@ -18,6 +18,10 @@ class StatePool {
 
   // A layer's part of every slot: its state matrices, then its conv history or ring.
   SlotState layer_state(int32_t layer) const;
+  // Behind them, where the backend defers_writes(), what waits to be added to the matrices; null in
+  // layers where nothing does.
+  SlotState layer_pending(int32_t layer) const;
+  bool defers_writes() const { return defers_writes_; }
   // A layer's block in page 0, and the floats from one page to the next.
   float* layer_pages(int32_t layer) const;
   int64_t page_floats() const { return page_floats_; }
@@ -30,12 +34,13 @@ class StatePool {
   void upload_slot(Slot slot, const float* host) const;
 
  private:
-  // A layer's part of slot 0, and its floats in each slot.
+  // A layer's part of slot 0, its floats in each slot, and how many of them are for what waits.
   struct LayerSlots {
-    int64_t begin, floats;
+    int64_t begin, floats, waiting;
   };
 
   Backend& backend_;
+  const bool defers_writes_;
   std::vector<LayerSlots> layer_slots_;  // [layers]
   std::vector<int64_t> page_offset_;     // [layers], floats
   int64_t slot_floats_ = 0, page_floats_ = 0;

@@ -1,9 +1,22 @@
 #pragma once
+#include <algorithm>
+
 #include "engine/lower.h"
 #include "engine/staging.h"
 
 // One upload before a step and one download after it: what lies where in them.
 namespace weir {
+
+// Page table entries that a row may need.
+inline int32_t pages_per_row(const Limits& limits) {
+  const int64_t longest = int64_t(limits.prompt_tokens) + limits.new_tokens;
+  const int64_t pages = (longest + limits.page_tokens - 1) / limits.page_tokens;
+  return int32_t(std::min<int64_t>(pages, limits.pages));
+}
+
+inline StepShape largest_step(const Limits& limits) {
+  return {limits.slots + kStepPadding, limits.step_tokens, limits.step_tokens};
+}
 
 // Where what a step reads lies: its rows, tokens, and how to draw. As small as the shape allows.
 struct StepInputs {
@@ -14,6 +27,8 @@ struct StepInputs {
     slot = layout.reserve<int32_t>(rows);
     first = layout.reserve<int32_t>(rows);
     begin = layout.reserve<int32_t>(rows + 1);
+    written = layout.reserve<int32_t>(rows);
+    flushed = layout.reserve<int32_t>(rows);
     page_table = layout.reserve<int32_t>(rows * size_t(pages));
     output_token = layout.reserve<int32_t>(outputs);
     sampling = layout.reserve<Sampling>(outputs);
@@ -29,6 +44,8 @@ struct StepInputs {
   Layout::Array<Token> ids, target;
   Layout::Array<int32_t> slot, first, begin, page_table, output_token, position, top, counts,
       edit_begin;
+  // Rows::written of the step, and of what is to be added to states before it.
+  Layout::Array<int32_t> written, flushed;
   Layout::Array<Sampling> sampling;
 };
 

@@ -9,7 +9,6 @@
 namespace weir {
 namespace {
 
-constexpr int32_t kSlotsByDefault = 64;
 // When slots are chosen, each is thought of with the pages of this many tokens.
 constexpr int64_t kTokensOfATypicalSequence = 2048;
 // Of the free memory, what is never planned for: the process has other needs.
@@ -28,6 +27,8 @@ class Planner {
   Planner(const ModelSpec& spec, const CapacityAsked& asked, const CapacityGiven& given)
       : asked_(asked), given_(given) {
     plan_.size = state_size(spec);
+    if (given.defers_writes) waiting_ = waiting_bytes(spec);
+    plan_.size.recurrent += waiting_;
     plan_.page_bytes = plan_.size.kv_per_token * size_t(asked.kv_page_tokens);
     plan_.limits = {.page_tokens = asked.kv_page_tokens,
                     .chunk_tokens = asked.chunk_tokens,
@@ -178,9 +179,10 @@ class Planner {
     const Limits& limits = plan_.limits;
     const StateSize& size = plan_.size;
     auto& lines = plan_.lines;
-    lines.push_back(absl::StrCat("bytes per sequence: recurrent ", size.recurrent, ", conv ",
-                                 size.conv, ", window ", size.ring, ", kv per token ",
-                                 size.kv_per_token));
+    lines.push_back(absl::StrCat(
+        "bytes per sequence: recurrent ", size.recurrent,
+        waiting_ > 0 ? absl::StrCat(" (", waiting_, " for deferred writes)") : "", ", conv ",
+        size.conv, ", window ", size.ring, ", kv per token ", size.kv_per_token));
     lines.push_back(absl::StrCat(
         "slots: ", limits.slots, " of ", size.slot(), " bytes = ",
         mib(size_t(limits.slots) * size.slot()), " of ", mib(plan_.state_budget),
@@ -208,7 +210,8 @@ class Planner {
   const CapacityAsked& asked_;
   const CapacityGiven& given_;
   Capacity plan_;
-  size_t usable_ = 0;  // free memory less the reserve and the weights
+  size_t usable_ = 0;   // free memory less the reserve and the weights
+  size_t waiting_ = 0;  // bytes of a slot's states that are for updates of them that wait
 };
 
 }  // namespace

@@ -11,6 +11,8 @@
 
 namespace weir {
 
+inline constexpr int32_t kSlotsByDefault = 64;
+
 // What was asked for; 0 leaves slots, kv_pages and state_bytes to the arithmetic.
 struct CapacityAsked {
   int32_t slots = 0, kv_pages = 0, kv_page_tokens = 64;
@@ -27,6 +29,7 @@ struct CapacityGiven {
   double left_alone = 0.1;   // share of free_bytes that others, or the driver, need
   double for_states = 0.5;   // share of what then remains beside the weights, unless asked for
   int32_t step_padding = 0;  // Limits::padding of small steps
+  bool defers_writes = false;  // of states: each slot has room for what waits
   // Bytes of workspace that these limits need.
   std::function<size_t(const Limits&)> workspace_bytes;
 };

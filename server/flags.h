@@ -20,6 +20,7 @@ struct Options {
   int32_t max_connection_age_seconds = 0;
 
   std::string device, vectors;
+  bool defer_writes = true;
   int32_t threads = 0;
 
   int32_t slots = 0, kv_pages = 0, kv_page_tokens = 0;

@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "engine/deferred_writes.h"
 #include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/fingerprint.h"
@@ -111,10 +112,12 @@ absl::Status Server::plan() {
   const absl::StatusOr<ModelSpec> spec = read_spec_folder(options.model_folder, &unread);
   if (!spec.ok()) return spec.status();
   if (absl::Status status = report_unread(options, unread); !status.ok()) return status;
-  auto opened = open_device(options.device, {.threads = thread_count(options)}, options.vectors);
+  auto opened = open_device(options.device, {.threads = thread_count(options)}, options.vectors,
+                            options.defer_writes);
   if (!opened.ok()) return opened.status();
   backend = *std::move(opened);
   const DeviceInfo device = backend->info();
+  const int32_t slots = options.slots > 0 ? options.slots : kSlotsByDefault;
   const CapacityAsked asked{.slots = options.slots,
                             .kv_pages = options.kv_pages,
                             .kv_page_tokens = options.kv_page_tokens,
@@ -128,6 +131,7 @@ absl::Status Server::plan() {
   CapacityGiven given{.free_bytes = device.free_bytes,
                       .weights_bytes = weight_file_bytes(options.model_folder),
                       .step_padding = backend->remembers_programs() ? kStepPadding : 0,
+                      .defers_writes = defers_writes(*spec, slots, *backend),
                       .workspace_bytes = [&spec](const Limits& limits) {
                         return Runner::workspace_bytes(*spec, limits);
                       }};

@@ -15,11 +15,11 @@
 namespace weir {
 
 // What every benchmark here takes: --device cuda|cpu, --json FILE, --only TEXT, and on CUDA
-// --vectors split|bf16: how Linear multiplies its vectors. step_bench --most N: steps of more
-// sequences are left out, and prompts.
+// --vectors split|bf16: how Linear multiplies its vectors, and --writes deferred|each: which tokens
+// write states back. step_bench --most N: steps of more sequences are left out, and prompts.
 struct BenchOptions {
   std::string device = cuda_device_count() > 0 ? "cuda" : "cpu";
-  std::string json, only, vectors = "split", most;
+  std::string json, only, vectors = "split", writes = "deferred", most;
 };
 
 inline void expect_one_of(const char* flag, const std::string& value,
@@ -38,12 +38,13 @@ inline BenchOptions bench_options(int argc, char** argv) {
                          : flag == "--json" ? &options.json
                          : flag == "--only" ? &options.only
                          : flag == "--vectors" ? &options.vectors
+                         : flag == "--writes"  ? &options.writes
                          : flag == "--most"    ? &options.most
                                                : nullptr;
     if (value == nullptr || i + 1 == argc) {
       std::fprintf(stderr,
                    "usage: %s [--device cuda|cpu] [--json FILE] [--only TEXT] "
-                   "[--vectors split|bf16] [--most SEQUENCES]\n",
+                   "[--vectors split|bf16] [--writes deferred|each] [--most SEQUENCES]\n",
                    argv[0]);
       std::exit(2);
     }
@@ -51,6 +52,7 @@ inline BenchOptions bench_options(int argc, char** argv) {
   }
   expect_one_of("--device", options.device, {"cuda", "cpu"});
   expect_one_of("--vectors", options.vectors, {"split", "bf16"});
+  expect_one_of("--writes", options.writes, {"deferred", "each"});
   if (options.device == "cpu" && options.vectors == "bf16") {
     std::fprintf(stderr, "--vectors bf16: on CUDA alone, the CPU's are float32\n");
     std::exit(2);
@@ -66,7 +68,8 @@ inline BenchOptions bench_options(int argc, char** argv) {
 inline std::unique_ptr<Backend> bench_backend(const BenchOptions& options) {
   if (options.device == "cpu") return make_cpu_backend();
   std::string error;
-  auto backend = make_cuda_backend(0, &error, {.bf16_vectors = options.vectors == "bf16"});
+  auto backend = make_cuda_backend(0, &error, {.bf16_vectors = options.vectors == "bf16",
+                                               .defer_writes = options.writes == "deferred"});
   if (backend == nullptr) {
     std::fprintf(stderr, "%s\n", error.c_str());
     std::exit(1);

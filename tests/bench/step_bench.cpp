@@ -4,6 +4,7 @@
 // one prompt is read while others decode.
 #include <map>
 
+#include "engine/deferred_writes.h"
 #include "engine/lower.h"
 #include "engine/runner.h"
 #include "tests/bench/bench_util.h"
@@ -33,7 +34,8 @@ struct Step {
     }
     const std::vector<int32_t> firsts(count, first), none(count, -1), zeros(count + 1, 0);
     StepArrays arrays{.ids = put(ids), .slot = put(index), .first = put(firsts),
-                      .begin = put(begin), .output_token = put(last)};
+                      .begin = put(begin), .written = put(std::vector<int32_t>(count, 0)),
+                      .output_token = put(last)};
     arrays.sample = {.sampling = put(std::vector<Sampling>(count)),
                      .position = put(std::vector<int32_t>(count, first + each)),
                      .target = put(none), .top = put(zeros), .edit_begin = put(zeros),
@@ -54,6 +56,7 @@ struct Step {
     }
     Workspace space(floats);
     program = lower(model.spec, model.weights, &pool, limits, arrays, shape, space);
+    keep_deferred(program, backend);
   }
   Program program;
 };

@@ -59,6 +59,22 @@ TEST(Capacity, ClampedToWhatFits) {
       << all(plan->lines);
 }
 
+// What waits beside states is counted as they are.
+TEST(Capacity, DeferredWritesTakeRoomAndSaySo) {
+  const size_t waiting = waiting_bytes(recurrent_spec());
+  ASSERT_GT(waiting, 0u);
+  const size_t slot = state_size(recurrent_spec()).slot() + waiting;
+  CapacityGiven deferring = given(10'000);
+  deferring.defers_writes = true;
+  const CapacityAsked asked{.slots = 10'000, .state_bytes = 20 * slot + slot / 2};
+  const auto plan = plan_capacity(recurrent_spec(), asked, deferring);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->limits.slots, 20);
+  EXPECT_EQ(plan->size.slot(), slot);
+  const std::string line = absl::StrCat(" (", waiting, " for deferred writes), conv ");
+  EXPECT_NE(all(plan->lines).find(line), std::string::npos) << all(plan->lines);
+}
+
 TEST(Capacity, StrictRefuses) {
   const CapacityAsked asked{.slots = 10'000, .state_bytes = 20 * kMib, .strict = true};
   const auto plan = plan_capacity(recurrent_spec(), asked, given(10'000));

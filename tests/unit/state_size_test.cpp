@@ -93,5 +93,23 @@ TEST(StateSize, IsTheSumOfWhatEachTypeKeeps) {
   }
 }
 
+// Three keys and values and a decay, of each head whose writes may be deferred.
+TEST(StateSize, WhatWaitsIsOfTheMixersThatDefer) {
+  const auto waiting = [](const std::string& keys) {
+    const auto spec = read_spec(R"({"num_hidden_layers":2,)" + keys + "}", "C");
+    EXPECT_TRUE(spec.ok()) << spec.status();
+    return spec.ok() ? waiting_bytes(*spec) : 0;
+  };
+  EXPECT_EQ(waiting(R"("model_type":"gated_deltanet","hidden_size":96,"num_heads":4,"head_dim":16,
+                       "expand_v":2)"),
+            2u * 4 * 4 * (16 + 3 * (16 + 32)));
+  const std::string swila =
+      R"("model_type":"swila","num_heads":4,"num_mixtures":3,"head_dim":16,"router_low_rank_dim":8,
+         "beta_low_rank_dim":8,"gate_low_rank_dim":8,"temporal":false,"gated":)";
+  EXPECT_EQ(waiting(swila + "false"), 2u * 4 * 4 * (16 + 3 * (16 + 3 * 16)));
+  EXPECT_EQ(waiting(swila + "true"), 2u * 4 * 4 * (3 * 16 + 3 * (3 * 16 + 3 * 16)));
+  EXPECT_EQ(waiting(R"("model_type":"transformer","hidden_size":96,"num_heads":4)"), 0u);
+}
+
 }  // namespace
 }  // namespace weir
