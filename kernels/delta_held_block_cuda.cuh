@@ -14,22 +14,20 @@ constexpr PendingLayout kLayout{.values = kDim, .key_dim = kDim};
 // prepares q and k then, and the last one writes their history. Alone: none share one.
 enum class Sharing { Alone, Turns, Cluster };
 
-// What the host has divided: a division takes longer than a load.
-struct Plan {
-  int early = 0;        // blocks that have their states brought before the predecessor is done
-  int ahead = 0;        // so many blocks later the one is that a block brings ahead for:
-  int rows = 0, x = 0;  // so many whole rows of blocks, and so many blocks
-  int history = 0;      // a block's share of its row's history, floats
-  int group = 1;        // value heads of a key head
-  int group_bits = 0;   // its logarithm, in clusters
+// Which heads are a block's.
+struct HeadPlan {
+  Plan blocks;
+  int history = 0;     // a block's share of its row's history, floats
+  int group = 1;       // value heads of a key head
+  int group_bits = 0;  // its logarithm, in clusters
 };
 
 template <Sharing kSharing>
-__device__ inline int heads_of_block(const Plan& plan) {
+__device__ inline int heads_of_block(const HeadPlan& plan) {
   return kSharing == Sharing::Turns ? plan.group : 1;
 }
 template <Sharing kSharing>
-__device__ inline int key_head_of(const Plan& plan, int x) {
+__device__ inline int key_head_of(const HeadPlan& plan, int x) {
   return kSharing == Sharing::Cluster ? x >> plan.group_bits : x;
 }
 __device__ inline int decay_head_of(const DeltaMix& op, int value_head) {
@@ -42,24 +40,12 @@ __device__ inline int channels_of(const DeltaMix& op) {
   return (2 * op.key_heads + op.value_heads) * kDim;
 }
 
-// A block that comes later.
 template <Sharing kSharing>
-struct Ahead {
-  Row row;
-  int x = 0;
-
-  template <bool kDefers>
-  __device__ void load(const Rows& rows, const Plan& plan) {
-    int y = blockIdx.y + plan.rows;
-    x = blockIdx.x + plan.x;
-    if (x >= int(gridDim.x)) x -= int(gridDim.x), ++y;
-    if (y < int(gridDim.y)) row.load<kDefers>(rows, y);
-  }
-
+struct Ahead : Later {
   // A warp asks for the block's states, to be kept; for its share of its row's history; and for
   // what waits beside the states, of a head alone as far as there is any.
   template <bool kDefers>
-  __device__ void bring_states(const DeltaMix& op, const Plan& plan) const {
+  __device__ void bring_states(const DeltaMix& op, const HeadPlan& plan) const {
     const int lane = threadIdx.x % 32, heads = heads_of_block<kSharing>(plan);
     if (lane > 2 || !row.steps() || row.first == 0) return;
     if (lane == 0) {
@@ -82,7 +68,7 @@ struct Ahead {
 
   // A warp asks for the raw vectors of the block's first head, 32 floats a lane: where so many
   // states pass through the L2 cache, they are there no longer. Kept until they are read.
-  __device__ void bring_vectors(const DeltaMix& op, const Plan& plan) const {
+  __device__ void bring_vectors(const DeltaMix& op, const HeadPlan& plan) const {
     constexpr int kLines = kDim / 32;  // of a vector
     if (!row.steps()) return;
     const int lane = threadIdx.x % 32, value_head = x * heads_of_block<kSharing>(plan);

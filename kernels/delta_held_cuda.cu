@@ -50,7 +50,7 @@ __device__ inline void finish(const DeltaMix& op, const Place& place, float4 fac
 template <Sharing kSharing, bool kDefers>
 __global__ __launch_bounds__(kThreads, kResident) void held_kernel(
     const __grid_constant__ DeltaMix op, const __grid_constant__ SplitVectors split,
-    const __grid_constant__ Plan plan, bool fresh_state) {
+    const __grid_constant__ HeadPlan plan, bool fresh_state) {
   __shared__ Shared<kDefers> shared;
   let_successor_start();
   const int warp = threadIdx.x / 32, heads = heads_of_block<kSharing>(plan);
@@ -58,10 +58,10 @@ __global__ __launch_bounds__(kThreads, kResident) void held_kernel(
   const auto role = Role(warp);
   Row row;
   row.load<kDefers>(op.rows, blockIdx.y);
-  const bool brings_states = warp == kWarps - 1 && block + plan.ahead >= plan.early;
+  const bool brings_states = warp == kWarps - 1 && block + plan.blocks.ahead >= plan.blocks.early;
   const bool brings_vectors = warp == kWarps - 2;
   Ahead<kSharing> next;
-  if (brings_states || brings_vectors) next.template load<kDefers>(op.rows, plan);
+  if (brings_states || brings_vectors) next.template load<kDefers>(op.rows, plan.blocks);
   if (!row.steps()) {
     wait_for_predecessor();
     return;
@@ -77,7 +77,7 @@ __global__ __launch_bounds__(kThreads, kResident) void held_kernel(
     place.keeps = kSharing != Sharing::Turns || i + 1 == heads;
     Pending pending;
     if constexpr (kDefers) pending.open(row, place.value_head);
-    const bool first = i == 0 && block < plan.early;
+    const bool first = i == 0 && block < plan.blocks.early;
     if (first) State::load(place.state(op), place.fresh, shared.barrier);
     float4 factors{};
     if (warp <= kFinisher) {
@@ -122,11 +122,11 @@ void start(const DeltaMix& op, Context& context) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kLanding)));
   const int group = op.value_heads / op.key_heads;
   const int blocks = kSharing == Sharing::Cluster ? op.value_heads : op.key_heads;  // of a row
-  const int ahead = context.multiprocessors * (kDefers ? 10 : 7) / 8;
-  const Plan plan{.early = context.fresh_state ? kResident * context.multiprocessors : 0,
-                  .ahead = ahead, .rows = ahead / blocks, .x = ahead % blocks,
-                  .history = (kWidth - 1) * (2 * op.key_heads + op.value_heads) * kDim / blocks,
-                  .group = group, .group_bits = std::countr_zero(unsigned(group))};
+  const int early = context.fresh_state ? kResident * context.multiprocessors : 0;
+  const HeadPlan plan{
+      .blocks = Plan::of(blocks, early, context.multiprocessors * (kDefers ? 10 : 7) / 8),
+      .history = (kWidth - 1) * (2 * op.key_heads + op.value_heads) * kDim / blocks,
+      .group = group, .group_bits = std::countr_zero(unsigned(group))};
   launch(context,
          {.grid = dim3(blocks, single_rows(op.rows)), .block = dim3(kThreads), .shared = kLanding,
           .cluster = kSharing == Sharing::Cluster ? group : 1},

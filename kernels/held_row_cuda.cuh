@@ -20,4 +20,30 @@ struct Row {
   __device__ bool steps() const { return slot != kPadding && tokens == 1; }
 };
 
+// Which of a grid's blocks, along x those of a row, bring what to the L2 cache. The host has
+// divided: a division takes longer than a load.
+struct Plan {
+  int early = 0;        // blocks that have their states brought before the predecessor is done
+  int ahead = 0;        // so many blocks later the one is that a block brings ahead for:
+  int rows = 0, x = 0;  // so many whole rows of blocks, and so many blocks
+
+  static Plan of(int blocks_of_row, int early, int ahead) {
+    return {early, ahead, ahead / blocks_of_row, ahead % blocks_of_row};
+  }
+};
+
+// The block that comes so much later, if there is one.
+struct Later {
+  Row row;
+  int x = 0;
+
+  template <bool kDefers>
+  __device__ void load(const Rows& rows, const Plan& plan) {
+    int y = blockIdx.y + plan.rows;
+    x = blockIdx.x + plan.x;
+    if (x >= int(gridDim.x)) x -= int(gridDim.x), ++y;
+    if (y < int(gridDim.y)) row.load<kDefers>(rows, y);
+  }
+};
+
 }  // namespace weir::cuda::held

@@ -13,12 +13,6 @@ using namespace swila_held;
 // warps that have no mixtures to prepare.
 //
 // Floor: the state read once, and a fourth of it written once, 5 J D^2 bytes per head and row.
-struct Plan {
-  int early = 0;        // blocks that have their states brought before the predecessor is done
-  int ahead = 0;        // so many blocks later the one is that a block brings ahead for:
-  int rows = 0, x = 0;  // so many whole rows of blocks, and so many blocks
-};
-
 template <bool kGated>
 struct Shared {
   uint64_t barrier[J];
@@ -26,18 +20,8 @@ struct Shared {
   Waiting<kGated> waiting;
 };
 
-// A block that comes later.
-struct Ahead {
-  held::Row row;
-  int head = 0;
-
-  __device__ void load(const Rows& rows, const Plan& plan) {
-    int y = blockIdx.y + plan.rows;
-    head = blockIdx.x + plan.x;
-    if (head >= int(gridDim.x)) head -= int(gridDim.x), ++y;
-    if (y < int(gridDim.y)) row.load<true>(rows, y);
-  }
-
+// A block's head is its x.
+struct Ahead : held::Later {
   // A warp asks for the block's state, to be kept, for what waits beside it, for its distributions
   // and for its share of its row's history.
   template <bool kGated>
@@ -46,30 +30,30 @@ struct Ahead {
     const int lane = threadIdx.x % 32;
     if (lane > 4 || !row.steps() || row.first == 0) return;
     if (lane == 0) {
-      bulk_prefetch_kept(at(op.state, row.slot) + head * J * D * D, J * D * D * sizeof(float));
+      bulk_prefetch_kept(at(op.state, row.slot) + x * J * D * D, J * D * D * sizeof(float));
       return;
     }
-    const float* from = at(op.history, row.slot) + head * kPast;
+    const float* from = at(op.history, row.slot) + x * kPast;
     int floats = kPast;
     if (lane == 2) {
-      const Pending<kGated> pending(op, row, head);
+      const Pending<kGated> pending(op, row, x);
       from = pending.data;
       floats = pending.floats();
     } else if (lane > 2) {
-      from = at(lane == 3 ? op.posterior : op.prior, row.slot) + head * J * D;
+      from = at(lane == 3 ? op.posterior : op.prior, row.slot) + x * J * D;
       floats = op.key_mix.data == nullptr ? 0 : J * D;
     }
     if (floats > 0) bulk_prefetch(from, uint32_t(floats * sizeof(float)));
   }
   __device__ void bring_vectors(const SwilaMix& op, bool mixtures) const {
-    if (row.steps()) swila_held::bring_vectors(op, row.token, head, mixtures);
+    if (row.steps()) swila_held::bring_vectors(op, row.token, x, mixtures);
   }
 };
 
 template <bool kGated>
 __global__ __launch_bounds__(kThreads, kResident) void swila_deferring_kernel(
     const __grid_constant__ SwilaMix op, const __grid_constant__ SplitVectors split,
-    const __grid_constant__ Plan plan, bool fresh_state) {
+    const __grid_constant__ held::Plan plan, bool fresh_state) {
   __shared__ Shared<kGated> shared;
   let_successor_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = threadIdx.x % kRows;
@@ -79,7 +63,7 @@ __global__ __launch_bounds__(kThreads, kResident) void swila_deferring_kernel(
   const bool brings_states = warp == kBringer / 32 && block + plan.ahead >= plan.early;
   const bool brings_vectors = warp == 0 || warp == kWarps - 2;
   Ahead next;
-  if (brings_states || brings_vectors) next.load(op.rows, plan);
+  if (brings_states || brings_vectors) next.load<true>(op.rows, plan);
   if (!row.steps()) {
     wait_for_predecessor();
     return;
@@ -135,9 +119,8 @@ void start(const SwilaMix& op, Context& context) {
   const auto kernel = swila_deferring_kernel<kGated>;
   WEIR_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kLanding)));
-  const int ahead = context.multiprocessors * 5 / 4;
-  const Plan plan{.early = context.fresh_state ? kResident * context.multiprocessors : 0,
-                  .ahead = ahead, .rows = ahead / op.heads, .x = ahead % op.heads};
+  const int early = context.fresh_state ? kResident * context.multiprocessors : 0;
+  const auto plan = held::Plan::of(op.heads, early, context.multiprocessors * 5 / 4);
   launch(context,
          {.grid = dim3(op.heads, single_rows(op.rows)), .block = dim3(kThreads),
           .shared = kLanding},
