@@ -79,7 +79,8 @@ Cost cost_of(const OuterStep& op) {
 
 // What a state and what waits beside it move in a step of one token a row, in floats: on average
 // over turns, each in turn with 0 to kPendingMost updates waiting (pending.h). The state is always
-// read and written in one turn, decay and keys change in all others, where an update joins.
+// read and written in one turn; decay and keys change in all others, where an update joins: also
+// counted where nothing decays.
 size_t deferring_floats(size_t state, const PendingLayout& layout) {
   constexpr size_t kTurns = kPendingMost + 1, kAll = kPendingMost * kTurns / 2;
   constexpr size_t kKept = kAll - kPendingMost;  // updates that are decayed and left waiting

@@ -5,7 +5,8 @@
 namespace weir {
 
 // Adds the updates that wait beside each row's states to them (pending.h), as the row stands before
-// the token at rows.first. Afterwards rows.written is rows.first; begin and tokens are not read.
+// the token at rows.first: afterwards all tokens before it are in the states. begin and tokens are
+// not read.
 struct FlushPending {
   Rows rows;
   int32_t heads = 0;

@@ -12,8 +12,8 @@ namespace weir {
 //
 // S the matrix in the slot. A token multiplies `decay` and the keys that wait by its own decay,
 // which is at most 1; then its update joins those that wait, or, when it is the head's turn, all is
-// added to S and nothing waits any more. Turns go round by position and head, so that each step
-// writes a fourth of the heads, whatever its sequences have in common.
+// added to S and nothing waits any more. Turns go round by position and head, so that of a sequence
+// with a multiple of four heads each step writes a fourth, wherever others are.
 //
 // How many wait follows from the sequence's position and from Rows::written: the tokens before that
 // one are all in S. A row of several tokens leaves nothing waiting; before it, what waits has to be

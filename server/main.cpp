@@ -117,6 +117,7 @@ absl::Status Server::plan() {
   if (!opened.ok()) return opened.status();
   backend = *std::move(opened);
   const DeviceInfo device = backend->info();
+  // Where memory leaves so few that no step defers, room is counted that the pool does not take.
   const int32_t slots = options.slots > 0 ? options.slots : kSlotsByDefault;
   const CapacityAsked asked{.slots = options.slots,
                             .kv_pages = options.kv_pages,
