@@ -1,4 +1,5 @@
 #pragma once
+#include "kernels/async_cuda.cuh"
 #include "kernels/cached_cuda.cuh"
 #include "kernels/held_row_cuda.cuh"
 

@@ -25,11 +25,11 @@ using namespace held;
 //
 // Floor: as delta_mix_kernel, 8 * 128 * 128 bytes a head: 4.3 us of a multiprocessor's share of a
 // copy. Deferred, the state read once, a fourth of it written, and what waits: 2.8 us.
-constexpr int kResident = 2;      // blocks of a multiprocessor
+constexpr int kResident = 2;  // blocks of a multiprocessor
 
 template <bool kDefers>
 struct Shared {
-  uint64_t barrier[kPieces];
+  uint64_t barrier[Landing::kPieces];
   Vectors<kDefers> vectors;
   Answers answers;
 };
@@ -70,7 +70,7 @@ __global__ __launch_bounds__(kThreads, kResident) void held_kernel(
   Place place{.key_head = key_head_of<kSharing>(plan, blockIdx.x),
               .value_head = int(blockIdx.x) * heads, .slot = row.slot, .token = row.token,
               .fresh = row.first == 0, .oldest = ring_row(row.first, kWidth - 1)};
-  State::open(shared.barrier);
+  Landing::open(shared.barrier);
 #pragma unroll 1
   for (int i = 0; i < heads; ++i, ++place.value_head) {
     place.decay_head = decay_head_of(op, place.value_head);
@@ -87,7 +87,7 @@ __global__ __launch_bounds__(kThreads, kResident) void held_kernel(
       raw.load_new(op, place, role);
       if (!first) State::load(place.state(op), place.fresh, shared.barrier);
       factors = prepare<kSharing>(op, place, role, raw, pending, shared.vectors);
-      if (role <= kKey) say_keys<kDefers>();
+      if (role <= kKey) say_made<kHearing<kDefers>>();
     } else {
       Kept kept;
       if (kDefers && multiplies<kDefers>(product)) kept.load(op, place, pending, product);
@@ -114,12 +114,11 @@ __global__ __launch_bounds__(kThreads, kResident) void held_kernel(
 
 template <Sharing kSharing, bool kDefers>
 void start(const DeltaMix& op, Context& context) {
-  constexpr size_t kLanding = kDim * kDim * sizeof(float);
   const SplitVectors split =
       leave_split(op.out, op.value_heads * kDim, op.rows.tokens, context);
   const auto kernel = held_kernel<kSharing, kDefers>;
   WEIR_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kLanding)));
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Landing::kBytes));
   const int group = op.value_heads / op.key_heads;
   const int blocks = kSharing == Sharing::Cluster ? op.value_heads : op.key_heads;  // of a row
   const int early = context.fresh_state ? kResident * context.multiprocessors : 0;
@@ -128,8 +127,8 @@ void start(const DeltaMix& op, Context& context) {
       .history = (kWidth - 1) * (2 * op.key_heads + op.value_heads) * kDim / blocks,
       .group = group, .group_bits = std::countr_zero(unsigned(group))};
   launch(context,
-         {.grid = dim3(blocks, single_rows(op.rows)), .block = dim3(kThreads), .shared = kLanding,
-          .cluster = kSharing == Sharing::Cluster ? group : 1},
+         {.grid = dim3(blocks, single_rows(op.rows)), .block = dim3(kThreads),
+          .shared = Landing::kBytes, .cluster = kSharing == Sharing::Cluster ? group : 1},
          kernel, op, split, plan, context.fresh_state);
 }
 

@@ -1,6 +1,6 @@
 #pragma once
-#include "kernels/async_cuda.cuh"
 #include "kernels/delta_held_vectors_cuda.cuh"
+#include "kernels/held_landing_cuda.cuh"
 
 // A head's state for held_kernel: each of 16 warps has eight rows, of which eight lanes share one.
 namespace weir::cuda::held {
@@ -9,8 +9,7 @@ constexpr int kWarps = 16, kThreads = 32 * kWarps;
 constexpr int kWarpRows = kDim / kWarps;         // of a warp
 constexpr int kRows = 2, kParts = 4;             // of a lane: rows, and of each so many four keys
 constexpr int kApart = kWarpRows / kRows;        // a lane's rows are so far from each other
-constexpr int kPieces = 4;                       // of a state in shared memory, each of four warps
-constexpr int kBringer = kThreads - 32;          // the thread that asks for them
+static_assert(Landing::kFloats == kDim * kDim && Landing::kBringer == kThreads - 32);
 
 // What the warps leave.
 struct Answers {
@@ -31,54 +30,20 @@ __device__ inline float4 part(const float* vector, int j) {
   return reinterpret_cast<const float4*>(vector)[j * 8 + threadIdx.x % 8];
 }
 
-// In shared memory, where it lies as in device memory. From sm_90 on one thread of the block asks
-// for it, kPieces times.
 struct State {
-  __device__ static float* landing() {
-    extern __shared__ float4 space[];
-    return reinterpret_cast<float*>(space);
-  }
-  __device__ static float4& at(int r, int j) {
-    return *reinterpret_cast<float4*>(landing() + place_of(r, j));
-  }
-  __device__ static void open(uint64_t* barriers) {
-    if (threadIdx.x != kBringer) return;
-    for (int i = 0; i < kPieces; ++i) barrier_init(shared_address(barriers + i), 1);
-    barrier_init_done();
-  }
+  __device__ static float4& at(int r, int j) { return Landing::at(place_of(r, j)); }
   __device__ static void load(const float* head, bool fresh, uint64_t* barriers) {
-#if __CUDA_ARCH__ >= 900
-    if (!fresh) {
-      if (threadIdx.x == kBringer) bring(head, barriers);
-      return;
-    }
-#endif
+    Landing::load(head, fresh, barriers, [](const auto& own) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-      for (int j = 0; j < kParts; ++j) {
-        fresh ? void(at(r, j) = {}) : copy_16_bytes(&at(r, j), head + place_of(r, j));
+        for (int j = 0; j < kParts; ++j) own(place_of(r, j));
       }
-    }
-    copies_commit();
-  }
-  __device__ static void bring(const float* head, uint64_t* barriers) {
-    constexpr int kPiece = kDim * kDim / kPieces;
-#pragma unroll 1
-    for (int i = 0; i < kPieces; ++i) {
-      const uint32_t barrier = shared_address(barriers + i);
-      barrier_expect(barrier, kPiece * sizeof(float));
-      bulk_load(landing() + i * kPiece, head + i * kPiece, kPiece * sizeof(float), barrier);
-    }
+    });
   }
   // Before step(), for the block's head number `turn`.
   __device__ static void arrive(bool fresh, int turn, const uint64_t* barriers) {
-    if (fresh) return;
-#if __CUDA_ARCH__ >= 900
-    barrier_wait(shared_address(barriers + threadIdx.x / (kThreads / kPieces)), turn % 2);
-#else
-    copies_wait();
-#endif
+    Landing::await(fresh, threadIdx.x / (kThreads / Landing::kPieces), turn, barriers);
   }
 
   // Steps the state and stores it, or leaves the update with those that wait.

@@ -25,8 +25,8 @@ struct Waiting {
 template <>
 struct Waiting<false> {};
 
-// `decay` is the token's own. `recalls` and `answers` are what the state is multiplied with: q, and
-// erase, times its decay.
+// `decay` is the token's own. `recalls` and `answers` are what the state is multiplied with: erase
+// and q, times the state's decay.
 template <bool kDefers>
 struct Vectors {
   alignas(16) float q[kDim], k[kDim], v[kDim], decay[kDim], erase[kDim];
@@ -248,10 +248,6 @@ __device__ inline bool multiplies(int product) {
 // q, k and the decay are there: said by their warps, heard by those that make products.
 template <bool kDefers>
 constexpr int kHearing = 32 * (2 + (kDefers ? kProductWarps : 4));
-template <bool kDefers>
-__device__ inline void say_keys() {
-  asm volatile("bar.arrive 1, %0;" ::"n"(kHearing<kDefers>) : "memory");
-}
 
 // What the warp of a product has of what waits: a key, of those with q a value too; of the last
 // warp, the decay as `key`.

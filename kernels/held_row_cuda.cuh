@@ -20,6 +20,12 @@ struct Row {
   __device__ bool steps() const { return slot != kPadding && tokens == 1; }
 };
 
+// At the block's barrier 1, of so many threads: those that have made what others wait for say so.
+template <int threads>
+__device__ inline void say_made() {
+  asm volatile("bar.arrive 1, %0;" ::"n"(threads) : "memory");
+}
+
 // Which of a grid's blocks, along x those of a row, bring what to the L2 cache. The host has
 // divided: a division takes longer than a load.
 struct Plan {

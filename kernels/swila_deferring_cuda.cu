@@ -15,7 +15,7 @@ using namespace swila_held;
 // Floor: the state read once, and a fourth of it written once, 5 J D^2 bytes per head and row.
 template <bool kGated>
 struct Shared {
-  uint64_t barrier[J];
+  uint64_t barrier[Landing::kPieces];
   Vectors vectors;
   Waiting<kGated> waiting;
 };
@@ -60,7 +60,7 @@ __global__ __launch_bounds__(kThreads, kResident) void swila_deferring_kernel(
   const int block = blockIdx.y * gridDim.x + blockIdx.x;
   held::Row row;
   row.load<true>(op.rows, blockIdx.y);
-  const bool brings_states = warp == kBringer / 32 && block + plan.ahead >= plan.early;
+  const bool brings_states = warp == Landing::kBringer / 32 && block + plan.ahead >= plan.early;
   const bool brings_vectors = warp == 0 || warp == kWarps - 2;
   Ahead next;
   if (brings_states || brings_vectors) next.load<true>(op.rows, plan);
@@ -74,7 +74,7 @@ __global__ __launch_bounds__(kThreads, kResident) void swila_deferring_kernel(
   const int value = HeldState::value(i), own = i / 2 * D + value;  // of the thread's own row
   const float weight = op.norm_weight[value];
   if (!fresh_state) wait_for_predecessor();
-  HeldState::open(shared.barrier);
+  Landing::open(shared.barrier);
   const Pending<kGated> pending(op, row, here.head);
   Input in;
   Kept<kGated> kept;
@@ -111,19 +111,18 @@ __global__ __launch_bounds__(kThreads, kResident) void swila_deferring_kernel(
 
 template <bool kGated>
 void start(const SwilaMix& op, Context& context) {
-  constexpr size_t kLanding = J * D * D * sizeof(float);
   // Longer rows have their answers from kernels that do not leave them split.
   const bool alone = op.rows.tokens == op.rows.count;
   const SplitVectors split =
       alone ? leave_split(op.out, op.heads * D, op.rows.tokens, context) : SplitVectors{};
   const auto kernel = swila_deferring_kernel<kGated>;
   WEIR_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kLanding)));
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Landing::kBytes));
   const int early = context.fresh_state ? kResident * context.multiprocessors : 0;
   const auto plan = held::Plan::of(op.heads, early, context.multiprocessors * 5 / 4);
   launch(context,
          {.grid = dim3(op.heads, single_rows(op.rows)), .block = dim3(kThreads),
-          .shared = kLanding},
+          .shared = Landing::kBytes},
          kernel, op, split, plan, context.fresh_state);
 }
 

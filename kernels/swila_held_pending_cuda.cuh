@@ -98,10 +98,6 @@ struct Kept {
 // q, k and the decays are there: said by those that make no products, heard by those that do.
 template <bool kGated>
 constexpr int kHearing = kGated ? J * D : 3 * D;
-template <bool kGated>
-__device__ inline void say_keys() {
-  asm volatile("bar.arrive 1, %0;" ::"n"(kHearing<kGated>) : "memory");
-}
 
 // The token's key and decay join what waits.
 template <bool kGated>
@@ -117,7 +113,7 @@ __device__ inline void multiply(const Pending<kGated>& pending, const Kept<kGate
                                 const Vectors& of, Waiting<kGated>& to) {
   if (convolves()) fours(to.value[own_decay() / D])[own_decay() % D] = kept.value;
   if (!multiplies<kGated>()) {
-    if (own_decay() < 2 * D) say_keys<kGated>();
+    if (own_decay() < 2 * D) held::say_made<kHearing<kGated>>();
     return;
   }
   barrier_among<1>(kHearing<kGated>);

@@ -1,18 +1,15 @@
 #pragma once
-#include "kernels/async_cuda.cuh"
+#include "kernels/held_landing_cuda.cuh"
 #include "kernels/swila_held_pending_cuda.cuh"
 
 // A head's state for swila_deferring_kernel, in shared memory, where it lies as in device memory. A
 // warp has four values of each mixture; 16 lanes share a row, two rows a load.
 namespace weir::cuda::swila_held {
 
-constexpr int kBringer = kThreads - 32;  // from sm_90 on, the thread that asks for it: J times
+using held::Landing;
+static_assert(Landing::kPieces == J && Landing::kPiece == D * D);  // a mixture each
 
 struct HeldState {
-  __device__ static float* landing() {
-    extern __shared__ float4 space[];
-    return reinterpret_cast<float*>(space);
-  }
   // The lane's row number i is one of mixture i / 2: its value, of the head's.
   __device__ static int value(int i) {
     return int(threadIdx.x / 32 * 4 + threadIdx.x % 32 / kLanes) + i % 2 * 2;
@@ -21,43 +18,13 @@ struct HeldState {
   __device__ static int place(int i) {
     return (i / 2 * D + value(i)) * D + 4 * int(threadIdx.x % kLanes);
   }
-  __device__ static float4& at(int i) { return *fours(landing() + place(i)); }
+  __device__ static float4& at(int i) { return Landing::at(place(i)); }
 
-  __device__ static void open(uint64_t* barriers) {
-    if (threadIdx.x != kBringer) return;
-    for (int j = 0; j < J; ++j) barrier_init(shared_address(barriers + j), 1);
-    barrier_init_done();
-  }
   __device__ static void load(const float* head, bool fresh, uint64_t* barriers) {
-#if __CUDA_ARCH__ >= 900
-    if (!fresh) {
-      if (threadIdx.x == kBringer) bring(head, barriers);
-      return;
-    }
-#endif
+    Landing::load(head, fresh, barriers, [](const auto& own) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      fresh ? void(at(i) = {}) : copy_16_bytes(&at(i), head + place(i));
-    }
-    copies_commit();
-  }
-  __device__ static void bring(const float* head, uint64_t* barriers) {
-    constexpr uint32_t kBytes = D * D * sizeof(float);
-#pragma unroll 1
-    for (int j = 0; j < J; ++j) {
-      const uint32_t barrier = shared_address(barriers + j);
-      barrier_expect(barrier, kBytes);
-      bulk_load(landing() + j * D * D, head + j * D * D, kBytes, barrier);
-    }
-  }
-  // Returns when mixture j is there.
-  __device__ static void await(bool fresh, int j, const uint64_t* barriers) {
-    if (fresh) return;
-#if __CUDA_ARCH__ >= 900
-    barrier_wait(shared_address(barriers + j), 0);
-#else
-    copies_wait();
-#endif
+      for (int i = 0; i < kRows; ++i) own(place(i));
+    });
   }
 
   // What a thread has of its own (mixture, value); another thread has the same.
@@ -79,7 +46,7 @@ struct HeldState {
       for (int j = 0; j < J; ++j) {
         const float4 k = fours(ks + (kGated ? j * D : 0))[lane];
         const float4 q = fours(qs + (kGated ? j * D : 0))[lane];
-        await(fresh, j, barriers);
+        Landing::await(fresh, j, 0, barriers);
 #pragma unroll
         for (int i = 2 * j; i < 2 * j + 2; ++i) {
           const float4 x = at(i);

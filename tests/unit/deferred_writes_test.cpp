@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "tests/bench/random_model.h"
+#include "tests/unit/forwarding_backend.h"
 #include "tests/unit/golden_bench.h"
 #include "tests/unit/random_days.h"
 
@@ -16,20 +17,12 @@ std::unique_ptr<Backend> plain_cpu() { return make_cpu_backend({.plain = true});
 
 // The CPU, which defers the writes of steps of at least `least` rows; `remembers`: and wants shapes
 // padded.
-class Deferring final : public Backend {
+class Deferring final : public ForwardingBackend {
  public:
-  Deferring(int32_t least, bool remembers) : least_(least), remembers_(remembers) {}
+  Deferring(int32_t least, bool remembers)
+      : ForwardingBackend(plain_cpu()), least_(least), remembers_(remembers) {}
   int deferred = 0, flushes = 0, others = 0;  // ops run so far, by kind
 
-  DeviceInfo info() const override { return cpu_->info(); }
-  void* allocate(size_t bytes) override { return cpu_->allocate(bytes); }
-  const void* adopt(const void* host, size_t bytes) override { return cpu_->adopt(host, bytes); }
-  void upload(void* to, const void* from, size_t bytes) override { cpu_->upload(to, from, bytes); }
-  void download(void* to, const void* from, size_t bytes) override {
-    cpu_->download(to, from, bytes);
-  }
-  void copy(void* to, const void* from, size_t bytes) override { cpu_->copy(to, from, bytes); }
-  const char* unserved(const Program& program) const override { return cpu_->unserved(program); }
   void run(const Program& program) override {
     for (const Op& op : program) {
       const bool deferring = std::visit(
@@ -40,7 +33,7 @@ class Deferring final : public Backend {
           op);
       ++(std::holds_alternative<FlushPending>(op) ? flushes : deferring ? deferred : others);
     }
-    cpu_->run(program);
+    inner().run(program);
   }
   bool defers_writes(const Program& program) const override {
     bool any = false;
@@ -54,10 +47,8 @@ class Deferring final : public Backend {
     return any;
   }
   bool remembers_programs() const override { return remembers_; }
-  void finish() override { cpu_->finish(); }
 
  private:
-  std::unique_ptr<Backend> cpu_ = plain_cpu();
   int32_t least_;
   bool remembers_;
 };

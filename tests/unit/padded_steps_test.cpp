@@ -8,35 +8,24 @@
 #include "engine/model.h"
 #include "engine/runner.h"
 #include "engine/state_pool.h"
+#include "tests/unit/forwarding_backend.h"
 
 namespace weir {
 namespace {
 
 // The CPU, wanting few shapes; counts the steps by the rows they draw for, and by their tokens.
-class Remembering final : public Backend {
+class Remembering final : public test::ForwardingBackend {
  public:
+  Remembering() : ForwardingBackend(make_cpu_backend({.threads = 2})) {}
   std::map<int32_t, int> steps, tokens;
 
-  DeviceInfo info() const override { return cpu_->info(); }
-  void* allocate(size_t bytes) override { return cpu_->allocate(bytes); }
-  const void* adopt(const void* host, size_t bytes) override { return cpu_->adopt(host, bytes); }
-  void upload(void* to, const void* from, size_t bytes) override { cpu_->upload(to, from, bytes); }
-  void download(void* to, const void* from, size_t bytes) override {
-    cpu_->download(to, from, bytes);
-  }
-  void copy(void* to, const void* from, size_t bytes) override { cpu_->copy(to, from, bytes); }
-  const char* unserved(const Program& program) const override { return cpu_->unserved(program); }
   void run(const Program& program) override {
     const auto* sample = std::get_if<Sample>(&program.back());
     ++steps[sample == nullptr ? 0 : sample->count];
     ++tokens[std::get<Embed>(program.front()).tokens];
-    cpu_->run(program);
+    inner().run(program);
   }
   bool remembers_programs() const override { return true; }
-  void finish() override { cpu_->finish(); }
-
- private:
-  std::unique_ptr<Backend> cpu_ = make_cpu_backend({.threads = 2});
 };
 
 constexpr int32_t kSlots = 11, kLength = 16;

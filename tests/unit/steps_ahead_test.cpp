@@ -10,6 +10,7 @@
 #include "engine/runner.h"
 #include "engine/state_pool.h"
 #include "tests/sim/random_request.h"
+#include "tests/unit/forwarding_backend.h"
 
 namespace weir {
 namespace {
@@ -19,29 +20,25 @@ namespace {
 struct Manner {
   bool late = false, ahead = false;
 };
-class Wishes final : public Backend {
+class Wishes final : public test::ForwardingBackend {
  public:
   Wishes(std::unique_ptr<Backend> backend, Manner manner)
-      : inner_(std::move(backend)), manner_(manner) {}
+      : ForwardingBackend(std::move(backend)), manner_(manner) {}
 
-  DeviceInfo info() const override { return inner_->info(); }
-  void* allocate(size_t bytes) override { return inner_->allocate(bytes); }
-  const void* adopt(const void* host, size_t bytes) override { return inner_->adopt(host, bytes); }
   void upload(void* to, const void* from, size_t bytes) override {
     const auto* data = static_cast<const std::byte*>(from);
     ask([this, to, data = std::vector<std::byte>(data, data + bytes)] {
-      inner_->upload(to, data.data(), data.size());
+      inner().upload(to, data.data(), data.size());
     });
   }
   void download(void* to, const void* from, size_t bytes) override {
-    ask([this, to, from, bytes] { inner_->download(to, from, bytes); });
+    ask([this, to, from, bytes] { inner().download(to, from, bytes); });
   }
   void copy(void* to, const void* from, size_t bytes) override {
-    ask([this, to, from, bytes] { inner_->copy(to, from, bytes); });
+    ask([this, to, from, bytes] { inner().copy(to, from, bytes); });
   }
-  const char* unserved(const Program& program) const override { return inner_->unserved(program); }
   void run(const Program& program) override {
-    ask([this, program] { inner_->run(program); });
+    ask([this, program] { inner().run(program); });
   }
   bool remembers_programs() const override { return true; }
   void finish() override { await(asked_); }
@@ -52,7 +49,7 @@ class Wishes final : public Backend {
       wishes_.front()();
       wishes_.pop_front();
     }
-    inner_->finish();
+    inner().finish();
   }
 
  private:
@@ -62,7 +59,6 @@ class Wishes final : public Backend {
     if (!manner_.late) finish();
   }
 
-  std::unique_ptr<Backend> inner_;
   const Manner manner_;
   std::deque<std::function<void()>> wishes_;
   uint64_t asked_ = 0, done_ = 0;
